@@ -16,7 +16,8 @@ from hardpoint_cuda import peer_all2all
 from hardpoint_cuda.peer_all2all import Layout, PeerAll2All
 from hardpoint_cuda.platform import describe_arch
 from hardpoint_plugin_api import All2AllWorkload, DispatchHandle
-from tests.support.peer_ranks import Given, Step, draw, experts, on_ranks, take_steps, wait_for_nobody
+from tests.support.peer_ranks import Given, on_ranks, take_steps, wait_for_nobody
+from tests.support.peer_steps import Step, draw, wrong_elements
 
 WORKLOAD = All2AllWorkload(dtype="float32", parallel="ep", ranks=2, num_experts=6, top_k=3, hidden_size=24)
 
@@ -27,12 +28,7 @@ def check(given: Given, steps: Sequence[Step], folder: Path) -> None:
     found = on_ranks(given, folder, partial(take_steps, steps=steps))
     for number, step in enumerate(steps):
         for rank, results in enumerate(found):
-            x = step.x[rank].float()
-            x = x if step.scales is None else x * step.scales[rank]
-            true = experts(x, step.ids[rank], step.weights[rank], 0)
-            ranks = given.workload.ranks or 1
-            room = ranks * torch.finfo(dtype).eps * experts(x.abs(), step.ids[rank], step.weights[rank], 0)
-            wrong = ((torch.from_numpy(results[number]) - true).abs() <= room).logical_not().nonzero()
+            wrong = wrong_elements(torch.from_numpy(results[number]), step, rank, dtype)
             assert not len(wrong), f"step {number}, rank {rank}: {wrong[0].tolist()} of {step.rows}"
 
 

@@ -24,6 +24,7 @@ from hardpoint.engine.processes import child_process
 from hardpoint.parallel.process_group import FileStore, Store
 from hardpoint_plugin_api import All2AllWorkload
 from tests.kernels.interpreter import interpret
+from tests.support.peer_steps import Step, by_own_experts
 
 T = TypeVar("T")
 SECONDS = 60.0
@@ -142,44 +143,6 @@ def _begin_at(made: Any, given: Given, world: int) -> None:
         made._memory[start:][: 4 * count].view(torch.int32).fill_(given.first_meeting)
 
 
-@dataclass(frozen=True)
-class Step:
-    """The tokens of all ranks in one step: x [T, H], ids and weights [T, K] of each; scales [T, 1] where x is int8."""
-
-    x: Sequence[torch.Tensor]
-    ids: Sequence[torch.Tensor]
-    weights: Sequence[torch.Tensor]
-    scales: Sequence[torch.Tensor] | None
-    is_expected: bool
-
-    @property
-    def rows(self) -> list[int]:
-        """Tokens of each rank."""
-        return [len(x) for x in self.x]
-
-
-def draw(workload: All2AllWorkload, rows: Sequence[int], seed: int, *, quantized: bool, is_expected: bool) -> Step:
-    """A step in which some tokens have fewer experts than others."""
-    assert workload.hidden_size is not None
-    assert workload.num_experts is not None
-    generator, dtype = torch.Generator().manual_seed(seed), getattr(torch, str(workload.dtype))
-    x, ids, weights, scales = [], [], [], []
-    for count in rows:
-        drawn = torch.rand(count, workload.num_experts, generator=generator).argsort(-1)[:, : workload.top_k]
-        ids.append(drawn.masked_fill(torch.rand(drawn.shape, generator=generator) < 0.3, -1).int())
-        weights.append(torch.rand(drawn.shape, generator=generator))
-        one = torch.randn(count, workload.hidden_size, generator=generator)
-        scales.append(torch.rand(count, 1, generator=generator) + 0.5)
-        x.append((one * 40).clamp(-127, 127).to(torch.int8) if quantized else one.to(dtype))
-    return Step(x, ids, weights, scales if quantized else None, is_expected)
-
-
-def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: int) -> torch.Tensor:
-    """The results of experts for tokens: number e, counted from ``first``, makes e + 1 times of one. float64."""
-    factors = torch.where(ids >= 0, (ids + first + 1).double() * weights.double(), 0.0)
-    return x.double() * factors.sum(-1, keepdim=True)
-
-
 def take_steps(rank: int, made: Any, steps: Sequence[Step]) -> list[Any]:
     """The results of one rank, as arrays of float64. Now and then it waits, so that others are ahead of it."""
     pause, results = random.Random(rank), []
@@ -195,8 +158,7 @@ def take_steps(rank: int, made: Any, steps: Sequence[Step]) -> list[Any]:
         time.sleep(pause.random() * 0.03)
         tokens = sent.x if sent.scales is None else sent.x.float() * sent.scales
         dtype = getattr(torch, made.workload.dtype)
-        y = experts(tokens, sent.ids, sent.weights, rank * made._own).to(dtype)
-        y[(sent.ids < 0).all(-1)] = float("nan")  # of no use to anybody
+        y = by_own_experts(tokens, sent.ids, sent.weights, rank * made._own, dtype)
         sent.x.fill_(99) if sent.x.dtype == torch.int8 else sent.x.fill_(float("nan"))
         out = torch.full(step.x[rank].shape, float("nan"), dtype=dtype)
         made.combine(y, sent.handle, out)
