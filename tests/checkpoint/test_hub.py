@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.test_mistral_files import write_consolidated
 from tests.support.checkpoints import write_checkpoint
 from tests.support.forked import run_module
 from tests.support.hub import Hub, Repository, running
@@ -29,12 +30,16 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     old = {**files, "config.json": files["config.json"] + b"\n"}
     others = {"README.md": b"# Tiny", "pytorch_model.bin": b"not wanted"}
+    write_consolidated(folder / "own", write_checkpoint(folder / "source", "mistral", sliding_window=None))
+    own = {path.name: path.read_bytes() for path in (folder / "own").iterdir()}
     both, branches = {OLD: old, NEW: {**files, **others}}, {"main": NEW, "v1": OLD}
     repositories = {
         "acme/tiny": Repository(both, branches),
         "acme/gated": Repository(both, branches, token="hf_mine", gated=True),
         "acme/private": Repository(both, branches, token="hf_mine"),
         "acme/tokenizer": Repository({NEW: {"tokenizer.json": b"{}"}}, {"main": NEW}),
+        "acme/mistral": Repository({NEW: own}, {"main": NEW}),
+        "acme/both": Repository({NEW: {**files, **own}}, {"main": NEW}),
         "acme/holed": Repository(both, branches, listed=("model-00002-of-00002.safetensors",)),
     }
     with running(Hub(repositories)) as hub, pytest.MonkeyPatch.context() as patch:
@@ -71,6 +76,28 @@ def test_a_model_of_the_hub_generates(hub: Hub, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert f"GET /acme/tiny/resolve/{NEW}/model.safetensors" in hub.requests
     assert not [line for line in hub.requests if line.endswith(("README.md", "pytorch_model.bin"))]
+
+
+@pytest.mark.parametrize(
+    ("repo", "form", "downloaded"),
+    [
+        ("acme/tiny", "auto", {"config.json"}),
+        ("acme/mistral", "auto", {"params.json"}),
+        ("acme/mistral", "mistral", {"params.json"}),
+        ("acme/both", "auto", {"config.json", "params.json"}),
+        ("acme/both", "mistral", {"params.json"}),
+    ],
+)
+def test_a_server_checks_a_model_by_its_config_alone(
+    hub: Hub, tmp_path: Path, repo: str, form: str, downloaded: set[str]
+) -> None:
+    """Weights are downloaded after it has opened its port."""
+    done = run(hub, tmp_path, "tests.checkpoint.checking", repo, form)
+    assert done.returncode == 0, done.stdout
+    prefix = f"GET /{repo}/resolve/{NEW}/"
+    assert {line.removeprefix(prefix) for line in hub.requests if line.startswith(prefix)} == downloaded
+    folder = resolved(hub, tmp_path, repo)
+    assert any(folder.glob("*.safetensors"))
 
 
 def test_a_branch_or_a_commit_names_the_revision(hub: Hub, tmp_path: Path) -> None:

@@ -56,10 +56,11 @@ def resolve_config(
     model: str, revision: str | None = None, download_dir: str | None = None, form: Format = "auto"
 ) -> Path:
     """Return a folder with the config.json of ``model``, or its GGUF file; of a hub id only this file is downloaded.
+    The params.json of Mistral's own format stands for a config.json.
 
     Raises what ``resolve_model`` does, which needs more of a hub id.
     """
-    files = (PARAMS,) if form == "mistral" else ("config.json", OWN_FILE)
+    files = (PARAMS,) if form == "mistral" else ("config.json", OWN_FILE, PARAMS)
     return _with_config(model, revision, download_dir, form, files)
 
 
@@ -81,6 +82,8 @@ def _with_config(
     if found.is_dir() and (quant or not open_files(found).has("config.json")) and gguf_files(found):
         return choose_file(found, quant)
     if not open_files(found).has("config.json"):
+        if form == "auto" and (found / PARAMS).is_file():
+            return found / PARAMS  # without weights, which may not have been downloaded
         raise CheckpointError(f"{found} holds no config.json; give the folder of a Hugging Face checkpoint")
     return found
 

@@ -19,6 +19,7 @@ from hardpoint.checkpoint.tensor_files import TensorFiles
 from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.layers.base import PluggableLayer, walk
 from hardpoint.layers.load_progress import LoadProgress
+from hardpoint.layers.tied_head import TiedHead
 from hardpoint_plugin_api import CheckpointError, TensorInfo, WeightSlot
 
 _IGNORED = re.compile(r".*(rotary_emb\.inv_freq|attention\.(masked_)?bias)$")
@@ -59,18 +60,20 @@ def load_weights(model: nn.Module, names: WeightNames, source: TensorSource, dev
 
     ``names`` says where each expected tensor of the checkpoint goes; where several fill the same, one suffices. Raises
     CheckpointError, naming the tensors, for missing or extra ones, for wrong shapes (both shown), and for dtypes that a
-    copy would change the meaning of; where ``source`` are files, before any weights are read.
+    copy would change the meaning of; where ``source`` are files, before any weights are read. Also raises it for a
+    stored head unlike the embedding that it is tied to.
     """
     plan = _Plan.of(model, names)
     plan.check_names(source)
     if isinstance(source, TensorFiles):
         plan.check_headers(source)
-    filling = _Filling(plan, device, source.title)
+    filling, tied = _Filling(plan, device, source.title), TiedHead(names, source.title)
     progress = LoadProgress(source.title, None if source.names is None else len(source.names))
     for name, tensor in source:
         progress.note(tensor.nbytes)
         if (place := plan.place(name, source)) is not None:
             filling.take(name, tensor, place)
+        tied.see(name, tensor)
     filling.finish()
 
 
