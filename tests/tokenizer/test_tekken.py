@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.tokenizer import Tokenizer
-from hardpoint.tokenizer.mistral_chat import load_chat_template
+from hardpoint.tokenizer.mistral_chat import MistralChat, load_chat_template
 from hardpoint_plugin_api import CheckpointError, RequestError
 from tests.support.tekken import PATTERN, TEXT, TOKENS, defined, write_tekken
 
@@ -73,6 +74,36 @@ def test_without_mistral_common_a_chat_needs_a_template(tmp_path: Path, monkeypa
         load_chat_template(file, {}).render(messages)
     (tmp_path / "chat_template.jinja").write_text("[INST]{{ messages[0].content }}[/INST]")
     assert load_chat_template(file, {}).render(messages) == "[INST]Hi[/INST]"
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ([], "a list of at least one message"),
+        ("Hi", "a list of at least one message"),
+        (["Hi"], r"messages\[0\] must be an object"),
+        ([{"content": "Hi"}], r"messages\[0\] needs a 'role'"),
+        ([{"role": "user"}], r"messages\[0\] \(role 'user'\) has no 'content'"),
+        ([{"role": "user", "content": 3}], r"messages\[0\] 'content' must be a text or a list"),
+        ([{"role": "user", "content": "Hi", "more": object()}], "plain JSON values, got a object"),
+        (
+            [
+                {"role": "user", "content": "See:"},
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://localhost/secret"}}]},
+            ],
+            r"messages\[1\] holds a part of type 'image_url'; text alone is read, in parts of type 'text' or",
+        ),
+        ([{"role": "user", "content": [{"type": ["text"]}]}], r"messages\[0\] holds a part of type \['text'\]"),
+    ],
+    ids=str,
+)
+def test_messages_are_checked_before_mistral_common_sees_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: Any, error: str
+) -> None:
+    """It would open the addresses of images. With or without it, the error is of the request."""
+    monkeypatch.setitem(sys.modules, "mistral_common", None)  # an import fails
+    with pytest.raises(RequestError, match=error):
+        MistralChat(write_tekken(tmp_path), {}).render(messages)
 
 
 MESSAGES = (
@@ -150,5 +181,8 @@ def test_messages_that_are_refused(shipped: Path) -> None:
     template = load_chat_template(shipped, {})
     with pytest.raises(RequestError, match="mistral-common refuses the messages"):
         template.render([{"role": "assistant", "content": "I begin."}])
+    call = {"id": "abcdefghi", "type": "function", "function": ["weather"]}
+    with pytest.raises(RequestError, match="mistral-common refuses the messages"):
+        template.render([*MESSAGES, {"role": "assistant", "tool_calls": [call]}])
     with pytest.raises(RequestError, match="exclude each other"):
         template.render(MESSAGES, continue_final_message=True)

@@ -100,7 +100,7 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             raise RequestError("add_generation_prompt and continue_final_message exclude each other; set one")
         name = self._choose(template, tools is not None)
-        chat = _checked(messages)
+        chat = checked_messages(messages)
         final = _mark_final_message(chat) if continue_final_message else ""
         values = {
             "documents": None,
@@ -156,8 +156,11 @@ def _named(entries: object, file: Path) -> dict[str, str]:
     return templates
 
 
-def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A plain copy of ``messages``, whose keys without a value are dropped: templates write ``None`` out otherwise."""
+def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A copy of ``messages`` out of plain JSON types, without keys that are None: templates would write them out.
+
+    Reasoning stands in it as ``thinking`` and as ``reasoning_content``. Raises RequestError, naming the message.
+    """
     if isinstance(messages, str | Mapping) or not messages:
         raise RequestError(f"messages must be a list of at least one message, got {messages!r:.80}")
     chat = []

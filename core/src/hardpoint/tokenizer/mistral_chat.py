@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hardpoint.checkpoint.tekken import TEKKEN
-from hardpoint.tokenizer.chat import ChatTemplate, Message
+from hardpoint.tokenizer.chat import ChatTemplate, Message, checked_messages
 from hardpoint_plugin_api import CheckpointError, RequestError
+
+_TEXTS = ("text", "thinking")
+"""Types of parts that hold text. mistral-common opens addresses and files that other parts name."""
 
 
 def load_chat_template(folder: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
@@ -53,27 +56,45 @@ class MistralChat(ChatTemplate):
         **variables: Any,
     ) -> str:
         """Return the prompt for ``messages``; see ChatTemplate.render. ``variables`` are fields of mistral-common's
-        request, such as ``reasoning_effort``. There is one template.
+        request, such as ``reasoning_effort``. There is one template. Raises RequestError for parts of a message that
+        are no text, too.
         """
-        from mistral_common.exceptions import MistralCommonException
-        from mistral_common.protocol.instruct.request import ChatCompletionRequest
-        from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
-
         if continue_final_message and add_generation_prompt:
             raise RequestError("add_generation_prompt and continue_final_message exclude each other; set one")
         if template not in (None, "default"):
             raise RequestError(f"chat template {template!r} is not known: mistral-common has one, 'default'")
+        chat = _of_text(messages)
+
+        from mistral_common.protocol.instruct.request import ChatCompletionRequest
+        from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
+
+        library = self._library
         try:
             request = ChatCompletionRequest.from_openai(
-                messages=[dict(message) for message in messages],
+                messages=chat,
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 continue_final_message=continue_final_message,
                 **variables,
             )
-            ids = self._library.encode_chat_completion(request).tokens
-            return str(self._library.decode(ids, special_token_policy=SpecialTokenPolicy.KEEP))
-        except (MistralCommonException, ValueError, TypeError, KeyError) as error:
-            raise RequestError(f"mistral-common refuses the messages: {error}") from error
+            ids = library.encode_chat_completion(request).tokens
+            return str(library.decode(ids, special_token_policy=SpecialTokenPolicy.KEEP))
+        except Exception as error:  # of its own, of pydantic, and whatever malformed messages make of it
+            raise RequestError(f"mistral-common refuses the messages: {type(error).__name__}: {error}") from error
+
+
+def _of_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as mistral-common takes them. Raises RequestError for malformed ones, and for parts that are no text."""
+    chat = checked_messages(messages)
+    for number, message in enumerate(chat):
+        parts = message.get("content")
+        for part in parts if isinstance(parts, list) else ():
+            if part["type"] not in _TEXTS:
+                raise RequestError(
+                    f"messages[{number}] holds a part of type {part['type']!r:.80}; text alone is read, in parts of "
+                    f"type {' or '.join(map(repr, _TEXTS))}"
+                )
+        message.pop("thinking", None)  # its 'reasoning_content' says the same
+    return chat
 
 
 class NoMistralChat(ChatTemplate):
