@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from hardpoint.cli.main import run
 from hardpoint_plugin_api import AttentionBackend
+from tests.checkpoint.test_mistral_files import write_consolidated
 from tests.quantization.formats import FORMATS, write_quantized
-from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint
+from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint, write_tokenizer
 from tests.support.engines import prompt_logits, small_llm
 
 TEXT = "The whale, my dear Watson, is a truth universally acknowledged."
@@ -92,6 +93,26 @@ def test_quantized_checkpoints_that_have_none(
     write_quantized(tmp_path / "model", {f.name: f for f in FORMATS}[form])
     (tmp_path / "text.txt").write_text(TEXT)
     assert calibrated(tmp_path / "model", tmp_path / "out", *flags) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["mistral", "gptq-4"])
+def test_a_checkpoint_that_cannot_be_written_is_refused_before_it_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """One in Mistral's own format, and one of a method without scales."""
+    folder = tmp_path / "model"
+    if form == "mistral":
+        write_consolidated(folder, write_checkpoint(tmp_path / "source", "mistral", sliding_window=None))
+        write_tokenizer(folder)
+        message = f"{folder}/params.json: a copy with scales of a cache is written in Hugging Face's format alone"
+    else:
+        write_quantized(folder, {f.name: f for f in FORMATS}[form])
+        message = "have no scales of a cache"
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.setattr("hardpoint.cli.cache_calibration.measure", lambda *_: pytest.fail("it runs"))
+    assert calibrated(folder, tmp_path / "out") == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

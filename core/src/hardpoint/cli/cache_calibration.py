@@ -116,20 +116,33 @@ def _observe(backend: AttentionBackend, largest: Largest) -> None:
     vars(backend)["forward"] = observed
 
 
-def write(checkpoint: Checkpoint, out: Path, found: Mapping[str, Largest], element: str) -> None:
-    """Write the checkpoint to the new folder ``out``, with scales for a cache of ``element`` (int8, float8_e4m3fn).
-
-    Files are linked where the file system can, else copied. Raises ConfigError for a folder that is there, and for
-    checkpoints that have scales or whose quantization method reads none.
-    """
-    method, files = checkpoint.quantization_method, SafetensorsFiles(checkpoint.folder)
+def check(checkpoint: Checkpoint, out: Path, element: str) -> None:
+    """Raise ConfigError, as far as it is known before anything is measured, where ``write`` would: for a folder that is
+    there, and for checkpoints in other formats than Hugging Face's or whose quantization method reads no scales."""
+    method = checkpoint.quantization_method
     if out.exists():
         raise ConfigError(f"--output {out}: is there already; name a new folder")
+    if checkpoint.config_path.name != "config.json":
+        raise ConfigError(
+            f"{checkpoint.config_path}: a copy with scales of a cache is written in Hugging Face's format alone; take "
+            "the checkpoint in that format (a folder with a config.json)"
+        )
     if method not in (None, *_READERS):
         raise ConfigError(
             f"{checkpoint.config_path}: checkpoints of quantization method {method!r} have no scales of a cache; those "
             f"of {', '.join(_READERS)} do, and those that are not quantized"
         )
+    _config(checkpoint, element)
+
+
+def write(checkpoint: Checkpoint, out: Path, found: Mapping[str, Largest], element: str) -> None:
+    """Write the checkpoint to the new folder ``out``, with scales for a cache of ``element`` (int8, float8_e4m3fn).
+
+    Files are linked where the file system can, else copied. Raises ConfigError as ``check`` does, and for checkpoints
+    that have scales.
+    """
+    check(checkpoint, out, element)
+    files = SafetensorsFiles(checkpoint.folder)
     top = BUILT_IN[element].largest
     scales = {
         f"{name}.{part}_scale": torch.tensor([getattr(largest, part) / top or 1.0])

@@ -27,7 +27,7 @@ def calibrate(config: EngineConfig, data: Path, output: Path, windows: int) -> N
     With --kv-cache-dtype int8 they are for such a cache, else for one of fp8. Weights are linked, not copied.
     """
     from hardpoint.checkpoint.checkpoint import Checkpoint
-    from hardpoint.cli.cache_calibration import measure, write
+    from hardpoint.cli.cache_calibration import check, measure, write
     from hardpoint.engine.locations import model_location
 
     element = _ELEMENTS.get(config.kv_cache_dtype)
@@ -37,9 +37,8 @@ def calibrate(config: EngineConfig, data: Path, output: Path, windows: int) -> N
         text = data.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--data {data}: cannot be read as UTF-8 text: {error}") from None
-    if output.exists():
-        raise ConfigError(f"--output {output}: is there already; name a new folder")
     checkpoint = Checkpoint.read(model_location(config))
+    check(checkpoint, output, element)
     found, tokens = measure(config, text, windows)
     write(checkpoint, output, found, element)
     click.echo(f"{output}: scales of {len(found)} layers for a cache of {element}, from {tokens:,} tokens")
