@@ -48,6 +48,30 @@ def test_the_file_overrides_the_config(tmp_path: Path) -> None:
     assert found.sampling_params() == SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=8)
 
 
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ({}, {"text_config": {"eos_token_id": [7, 8]}}, {7, 8}),
+        ({}, {"eos_token_id": None, "text_config": {"eos_token_id": 7}}, {7}),
+        ({}, {"eos_token_id": 3, "text_config": {"eos_token_id": 7}}, {3}),
+        ({"eos_token_id": 4}, {"text_config": {"eos_token_id": 7}}, {4}),
+        ({}, {"text_config": {}}, set()),
+        ({}, {"text_config": None}, set()),
+    ],
+    ids=str,
+)
+def test_ends_of_the_language_model_alone(
+    tmp_path: Path, generation: dict[str, Any], config: dict[str, Any], ends: set[int]
+) -> None:
+    """Count where the config of all parts has none."""
+    assert read(tmp_path, generation, config).eos_token_ids == ends
+
+
+def test_bad_ends_of_the_language_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config.json: 'eos_token_id' must be a token id .*, got '</s>'"):
+        read(tmp_path, {}, {"text_config": {"eos_token_id": "</s>"}})
+
+
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize(
     ("key", "value"),

@@ -30,7 +30,7 @@ class GenerationConfig:
         data: dict[str, Any] = {}
         files = open_files(folder)
         for name in ("config.json", "generation_config.json"):
-            found = files.read_json(name)
+            found = _with_inner_ends(files.read_json(name))
             _check(found, files.path(name))
             data |= found
         names = _ALWAYS | ({name: name for name in _DRAWING} if data.get("do_sample") else {})
@@ -40,6 +40,13 @@ class GenerationConfig:
     def sampling_params(self) -> SamplingParams:
         """The makers' sampling, or greedy where they ask for none."""
         return SamplingParams(**self.sampling)
+
+
+def _with_inner_ends(data: dict[str, Any]) -> dict[str, Any]:
+    """A config of several parts may say of the language model alone where outputs end."""
+    inner = data.get("text_config")
+    ends = inner.get("eos_token_id") if isinstance(inner, Mapping) else None
+    return data if data.get("eos_token_id") is not None or ends is None else data | {"eos_token_id": ends}
 
 
 def _eos_ids(data: Mapping[str, Any]) -> list[Any]:
