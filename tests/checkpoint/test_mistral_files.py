@@ -198,17 +198,36 @@ def test_weights_of_8_bits(scheme: str, vision: bool, tmp_path: Path) -> None:
     assert (logits[1] - reference_logits(model, prompt)).abs().max() > 1e-4, "weights are meant to be rounded"
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel, PreTrainedModel]:
-    """A folder with a model in Hugging Face's format, another in Mistral's, and tokenizers of both."""
-    folder = tmp_path_factory.mktemp("both")
-    theirs = write_checkpoint(folder, "mistral", seed=1, sliding_window=None, vocab_size=330)
-    own = write_checkpoint(folder / "source", "mistral", seed=2, sliding_window=None, vocab_size=330)
+def write_both(folder: Path, seed: int) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model in Hugging Face's format, another in Mistral's, and tokenizers of both."""
+    theirs = write_checkpoint(folder, "mistral", seed=seed, sliding_window=None, vocab_size=330)
+    own = write_checkpoint(folder / "source", "mistral", seed=seed + 1, sliding_window=None, vocab_size=330)
     write_consolidated(folder / "own", own)
     for file in (folder / "own").iterdir():
         file.rename(folder / file.name)
     write_tekken(folder)
-    return folder, theirs, own
+    return theirs, own
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel, PreTrainedModel]:
+    """A folder with the files of both formats."""
+    folder = tmp_path_factory.mktemp("both")
+    return folder, *write_both(folder, seed=1)
+
+
+@pytest.mark.parametrize(("form", "number"), [("auto", 0), ("hf", 0), ("mistral", 1)])
+def test_new_weights_have_the_format_of_the_old(
+    both: tuple[Path, PreTrainedModel, PreTrainedModel], form: str, number: int, tmp_path: Path
+) -> None:
+    expected = write_both(tmp_path, seed=3)[number]
+    (prompt,) = random_prompts(1, 40, seed=1, shortest=40)
+    with small_llm(both[0], config_format=form) as llm:
+        before = prompt_logits(llm, prompt)
+        llm.update_weights(tmp_path)
+        after = prompt_logits(llm, prompt)
+    assert (before - reference_logits(both[1:][number], prompt)).abs().max() < 1e-4
+    assert (after - reference_logits(expected, prompt)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(

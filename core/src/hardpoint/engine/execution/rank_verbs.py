@@ -105,7 +105,7 @@ def list_asleep(verb: ListAsleep, worker: Worker) -> frozenset[MemoryTag]:
 @on_rank.register(CheckWeights)
 def check_weights(verb: CheckWeights, worker: Worker) -> None:
     """Read the folder's config and the headers of its files."""
-    worker.weights.check(resolve_model(verb.source))
+    worker.weights.check(_location(verb.source, worker))
 
 
 @on_rank.register(Sleep)
@@ -129,7 +129,7 @@ def wake_up(verb: WakeUp, worker: Worker) -> frozenset[MemoryTag]:
 def update_weights(verb: UpdateWeights, worker: Worker) -> frozenset[MemoryTag]:
     """Fill the same slots. A folder was checked before."""
     source = verb.source
-    folder = resolve_model(source) if isinstance(source, str) else None
+    folder = _location(source, worker) if isinstance(source, str) else None
     worker.graphs.drop()
     try:
         with worker.holdings.filling("weights"):
@@ -197,6 +197,12 @@ def start_profile(verb: StartProfile, worker: Worker) -> None:
 def stop_profile(verb: StopProfile, worker: Worker) -> None:
     """End the profile and write it."""
     worker.blueprint.ctx.profiler.stop()
+
+
+def _location(source: str, worker: Worker) -> Path:
+    """The folder or file of new weights, in the format that the engine reads."""
+    config = worker.blueprint.config
+    return resolve_model(source, download_dir=config.download_dir, form=config.checkpoint_format)
 
 
 def _prepare_again(worker: Worker) -> None:
