@@ -31,6 +31,7 @@ NAMES = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.gate": "feed_forward.gate",
 }
+YARN_OF_8 = {"factor": 8, "original_max_position_embeddings": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 24}
 
 
@@ -148,14 +149,18 @@ def test_mixtures_of_experts(tmp_path: Path) -> None:
     check(tmp_path / "own", model)
 
 
-@pytest.mark.parametrize("windows", ["13", [None, 13, 13]], ids=str)
-def test_windows(windows: Any, tmp_path: Path) -> None:
-    """One for all layers, in some files as a text, or a pattern."""
+@pytest.mark.parametrize(
+    ("key", "windows"),
+    [("sliding_window", "13"), ("sliding_window", [None, 13, 13]), ("_sliding_window", [None, "13", 13])],
+    ids=str,
+)
+def test_windows(key: str, windows: Any, tmp_path: Path) -> None:
+    """One for all layers, in some files as a text, or a pattern, which Ministral 8B has under another key."""
     kinds = ["full_attention" if size is None else "sliding_attention" for size in windows]
     if isinstance(windows, str):
         kinds = ["sliding_attention"] * 3
     model = write_checkpoint(tmp_path / "hugging_face", "ministral", sliding_window=13, layer_types=kinds)
-    write_consolidated(tmp_path / "own", model, sliding_window=windows)
+    write_consolidated(tmp_path / "own", model, **{key: windows})
     check(tmp_path / "own", model)
 
 
@@ -288,6 +293,28 @@ def test_a_folder_with_mistrals_tokenizer_alone(
         ({"yarn": [8]}, r"'yarn' must be an object, got \[8\]"),
         ({"multimodal": {"whisper_model_args": {"dim": 8}}}, "'multimodal' may hold 'vision_encoder_args' alone"),
         ({"sliding_window": [None, 13]}, "'sliding_window' must be one size for a pattern of 'n_layers' layers"),
+        ({"sliding_window": "abc"}, "'sliding_window' must be a whole number of tokens, 1 or more, got 'abc'"),
+        ({"_sliding_window": [None, -1, -1]}, "'_sliding_window' must be a whole number of tokens, 1 or more, got -1"),
+        ({"sliding_window": True}, "'sliding_window' must be a whole number of tokens, 1 or more, got True"),
+        (
+            {"sliding_window": 9, "_sliding_window": 8},
+            "'sliding_window' and '_sliding_window' differ: 9 and 8",
+        ),
+        (
+            {"sliding_window": [None, 13, 13], "moe": {"num_experts": 4, "num_experts_per_tok": 2}},
+            "'sliding_window' must be one size for all layers beside 'moe'",
+        ),
+        (
+            {"sliding_window": [13], "llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 32}},
+            "'sliding_window' must be one size for all layers beside 'llama_4_scaling'",
+        ),
+        ({"yarn": YARN_OF_8 | {"beta": None}}, "'yarn' must hold a finite number above 0 as 'beta', got None"),
+        ({"yarn": YARN_OF_8 | {"factor": None}}, "'yarn' must hold a finite number above 0 as 'factor', got None"),
+        ({"yarn": YARN_OF_8 | {"factor": "8"}}, "'yarn' must hold a finite number above 0 as 'factor', got '8'"),
+        (
+            {"yarn": YARN_OF_8 | {"original_max_position_embeddings": None}},
+            "'yarn' must hold a positive whole number as 'original_max_position_embeddings', got None",
+        ),
         ({"quantization": {"quant_method": "compressed-tensors"}}, "'quantization' must be of weights in fp8_e4m3"),
         (
             {"yarn": {"factor": 8, "original_max_position_embeddings": 24}}

@@ -6,6 +6,7 @@ Keys and their meaning are those that vLLM 0.12 (``vllm/transformers_utils/confi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ _KEYS = {
     "max_position_embeddings": "max_position_embeddings",
 }
 _READ_HERE = {"llama_4_scaling", "model_type", "moe", "multimodal", "quantization", "sliding_window", "yarn"}
-_READ_HERE |= {"vision_encoder"}
+_READ_HERE |= {"vision_encoder", "_sliding_window"}
+_WINDOWS = ("sliding_window", "_sliding_window")
+"""The window's key, and the one of Ministral-8B-Instruct-2410, which Transformers' converter of it reads
+(``models/ministral/convert_ministral_weights_to_hf.py``)."""
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "max_position_embeddings": 32768,
@@ -85,7 +89,7 @@ class _Params:
         if yarn:
             self._only("yarn", yarn, {*_YARN, _LENGTH, "apply_scale"}, needs={"factor", _LENGTH})
             rope = {"rope_type": "yarn", _LENGTH: yarn[_LENGTH]}
-            rope |= {ours: float(yarn[theirs]) for theirs, ours in _YARN.items() if theirs in yarn}
+            rope |= {ours: self._number("yarn", yarn, theirs) for theirs, ours in _YARN.items() if theirs in yarn}
             rope |= {} if yarn.get("apply_scale", True) else {"attention_factor": 1.0}
         if scaling:
             self._only("llama_4_scaling", scaling, {"beta", _LENGTH}, needs={"beta", _LENGTH})
@@ -95,7 +99,7 @@ class _Params:
         if not rope:
             return {}
         theta = {"rope_theta": self._params["rope_theta"]} if self._params.get("rope_theta") else {}
-        length = {"max_position_embeddings": int(rope["factor"] * rope[_LENGTH])} if yarn else {}
+        length = {"max_position_embeddings": int(rope["factor"] * self._count("yarn", yarn, _LENGTH))} if yarn else {}
         return {"rope_parameters": rope | theta, **length}
 
     def architecture(self) -> dict[str, Any]:
@@ -109,19 +113,22 @@ class _Params:
             return _named("MixtralForCausalLM", "mixtral") | sizes
         if self._object("llama_4_scaling"):
             return _named("Ministral3ForCausalLM", "ministral3")
-        if isinstance(self._params.get("sliding_window"), list):
+        if isinstance(self._window()[1], list):
             return _named("MinistralForCausalLM", "ministral")
         return _named("MistralForCausalLM", "mistral")
 
     def windows(self) -> dict[str, Any]:
         """The sliding window: a number, in some files as a text, or one for each layer of a pattern that repeats."""
-        given = self._params.get("sliding_window")
+        key, given = self._window()
         if not isinstance(given, list):
-            return {"sliding_window": None if given is None else int(given)}
-        sizes = {int(size) for size in given if size is not None}
+            return {"sliding_window": None if given is None else self._size(key, given)}
+        for other in ("moe", "llama_4_scaling"):
+            if self._object(other):
+                raise self._wrong(key, f"must be one size for all layers beside {other!r}, got {given}; {_REMEDY}")
+        sizes = {self._size(key, size) for size in given if size is not None}
         layers = self._params.get("n_layers")
         if len(sizes) > 1 or not given or type(layers) is not int or layers % len(given):
-            raise self._wrong("sliding_window", f"must be one size for a pattern of 'n_layers' layers, got {given}")
+            raise self._wrong(key, f"must be one size for a pattern of 'n_layers' layers, got {given}")
         kinds = ["full_attention" if size is None else "sliding_attention" for size in given]
         return {"sliding_window": next(iter(sizes), None), "layer_types": kinds * (layers // len(given))}
 
@@ -137,6 +144,30 @@ class _Params:
         left_out = ["lm_head", "model.embed_tokens"]
         method = {"quant_method": "fp8", "activation_scheme": activations, "modules_to_not_convert": left_out}
         return {"quantization_config": method}
+
+    def _window(self) -> tuple[str, Any]:
+        """The key of the sliding window, and its value."""
+        given = [(key, self._params[key]) for key in _WINDOWS if self._params.get(key) is not None]
+        if len(given) > 1 and given[0][1] != given[1][1]:
+            raise self._wrong(_WINDOWS[0], f"and {_WINDOWS[1]!r} differ: {given[0][1]} and {given[1][1]}; keep one")
+        return given[0] if given else (_WINDOWS[0], None)
+
+    def _size(self, key: str, given: Any) -> int:
+        """A number of tokens, in some files as a text."""
+        text = str(given)
+        if isinstance(given, bool) or not text.isdecimal() or int(text) < 1:
+            raise self._wrong(key, f"must be a whole number of tokens, 1 or more, got {given!r:.80}")
+        return int(text)
+
+    def _number(self, key: str, found: Mapping[str, Any], name: str) -> float:
+        if type(found[name]) not in (int, float) or not 0 < found[name] <= sys.float_info.max:
+            raise self._wrong(key, f"must hold a finite number above 0 as {name!r}, got {found[name]!r:.80}")
+        return float(found[name])
+
+    def _count(self, key: str, found: Mapping[str, Any], name: str) -> int:
+        if type(found[name]) is not int or found[name] < 1:
+            raise self._wrong(key, f"must hold a positive whole number as {name!r}, got {found[name]!r:.80}")
+        return int(found[name])
 
     def _object(self, key: str) -> Mapping[str, Any]:
         value = self._params.get(key) or {}
