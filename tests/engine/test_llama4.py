@@ -101,6 +101,18 @@ def test_configs_that_are_refused(tmp_path: Path, changes: dict[str, Any], messa
         small_llm(tmp_path)
 
 
+@pytest.mark.parametrize("value", [{}, {"num_experts_per_tok": None}], ids=str)
+def test_one_expert_per_token_need_not_be_told(value: dict[str, Any], tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "llama4", **LLAMA4)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("num_experts_per_tok") == 1
+    path.write_text(json.dumps(config | value))
+    (prompt,) = random_prompts(1, 60, seed=1, shortest=60)
+    with small_llm(tmp_path) as llm:
+        assert (prompt_logits(llm, prompt) - reference_logits(model, prompt)).abs().max() < 1e-4
+
+
 def test_growth_may_be_told_by_a_number(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path, "llama4", **LLAMA4)
     path = tmp_path / "config.json"

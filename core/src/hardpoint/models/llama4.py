@@ -115,6 +115,7 @@ def _mixture(config: HFConfig) -> Sublayer[MoEArgs]:
             f"{config.path}: 'num_experts_per_tok' must be 1, since an expert's weight multiplies its input; "
             f"got {config.get('num_experts_per_tok')}; others run by --model-impl transformers"
         )
+    config = replace(config, data={**config.data, "num_experts_per_tok": 1})  # Transformers' default
     args = moe_args(
         config, "intermediate_size", renormalize=False, shared_size=config.integer("intermediate_size", 8192)
     )
