@@ -70,7 +70,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 def test_without_mistral_common_a_chat_needs_a_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     file, messages = write_tekken(tmp_path), [{"role": "user", "content": "Hi"}]
-    with pytest.raises(RequestError, match="pip install mistral-common, or name one by --chat-template"):
+    with pytest.raises(RequestError, match=r"pip install 'hardpoint-core\[mistral\]', .*, or name a template by"):
         load_chat_template(file, {}).render(messages)
     (tmp_path / "chat_template.jinja").write_text("[INST]{{ messages[0].content }}[/INST]")
     assert load_chat_template(file, {}).render(messages) == "[INST]Hi[/INST]"

@@ -12,6 +12,7 @@ EXTRAS = {
     "conform": {"covertable": "covertable"},
     "plot": {"matplotlib": "matplotlib"},
     "mcp": {"mcp": "mcp"},
+    "mistral": {"mistral-common": "mistral_common"},
     "ray": {"ray": "ray"},
     "otlp": {
         "opentelemetry-sdk": "opentelemetry.sdk",

@@ -107,5 +107,6 @@ class NoMistralChat(ChatTemplate):
     def render(self, messages: Sequence[Message], **options: Any) -> NoReturn:
         """Raises RequestError."""
         raise RequestError(
-            f"{self._file} comes without a chat template: pip install mistral-common, or name one by --chat-template"
+            f"{self._file} comes without a chat template: pip install 'hardpoint-core[mistral]', which brings "
+            "mistral-common, or name a template by --chat-template"
         )
