@@ -20,4 +20,7 @@ struct ExpertRows {
 // Splits of decode attention for each thread, all requests together.
 constexpr std::int64_t kSplitsPerThread = 6;
 
+// Elements of the cache that a split of latent attention has at least; see kLeastSplit in kernels/attention_decode.h.
+constexpr std::int64_t kLeastLatentSplit = 32768;
+
 }  // namespace hardpoint

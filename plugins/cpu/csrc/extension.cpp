@@ -241,6 +241,7 @@ PyMODINIT_FUNC PyInit__native() {
         {"BLOCK_ROWS", hardpoint::kBlockRows},
         {"EXPERT_ROWS_BYTES", sizeof(hardpoint::ExpertRows)},
         {"SPLITS_PER_THREAD", hardpoint::kSplitsPerThread},
+        {"LEAST_LATENT_SPLIT", hardpoint::kLeastLatentSplit},
     };
     for (const auto& constant : constants) {
         if (created && PyModule_AddIntConstant(created, constant.name, constant.value)) Py_CLEAR(created);

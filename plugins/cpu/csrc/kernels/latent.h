@@ -15,9 +15,6 @@ constexpr int kLatentRows = 64;  // rows of queries in a piece, about: they and 
 constexpr int kNearKeys = 8;     // keys that are worked on together: they stay in the first cache
 static_assert(kDecodeKeys % kNearKeys == 0 && kNearKeys % kDotKeys == 0);
 
-// Bytes of the cache that a split has at least, see kLeastSplit.
-constexpr std::int64_t kLeastLatentSplit = 32768;
-
 // q_latent and out [tokens, heads, latent_size], q_rope [tokens, heads, rope_size], of dtype `dtype` (see Code), are
 // `*_token` and `*_head` elements apart. The cache's pages of latents [block, latent_size] and of rotated keys [block,
 // rope_size] are `*_page` elements apart. Of 8-bit latents, `scales` are floats [block] in pages `scale_page` floats

@@ -7,6 +7,7 @@ PANEL_ROWS: int
 BLOCK_ROWS: int
 EXPERT_ROWS_BYTES: int
 SPLITS_PER_THREAD: int
+LEAST_LATENT_SPLIT: int
 
 def run(threads: int, kernel: int, /, *arguments: int | float | None) -> None: ...
 def replay(threads: int, tasks: CapsuleType, /) -> None: ...

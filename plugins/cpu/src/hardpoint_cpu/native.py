@@ -21,6 +21,7 @@ if missing() is None:
     from hardpoint_cpu import _native
     from hardpoint_cpu._native import BLOCK_ROWS as BLOCK_ROWS
     from hardpoint_cpu._native import EXPERT_ROWS_BYTES as EXPERT_ROWS_BYTES
+    from hardpoint_cpu._native import LEAST_LATENT_SPLIT as LEAST_LATENT_SPLIT
     from hardpoint_cpu._native import PANEL_ROWS as PANEL_ROWS
     from hardpoint_cpu._native import SPLITS_PER_THREAD as SPLITS_PER_THREAD
 

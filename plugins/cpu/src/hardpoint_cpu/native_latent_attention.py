@@ -139,8 +139,6 @@ class NativeQuantizedLatentAttention(NativeLatentAttention):
 
 _MANY_THREADS = 1 << 20
 """Among so many, a split has the fewest positions that one may have, which depends on the sizes of a row alone."""
-_LEAST_SPLIT_ELEMENTS = 32768
-"""kLeastLatentSplit of ``csrc/kernels/latent.h``, as elements: rows of a split are no fewer than these would fill."""
 
 
 class NativeBatchInvariantLatentAttention(NativeLatentAttention):
@@ -171,7 +169,7 @@ class NativeBatchInvariantLatentAttention(NativeLatentAttention):
         batch, spec = call.metadata.batch, self.spec
         if not batch.num_tokens:
             return
-        split = -(-_LEAST_SPLIT_ELEMENTS // (spec.latent_size + spec.rope_size))
+        split = -(-native.LEAST_LATENT_SPLIT // (spec.latent_size + spec.rope_size))
         self._run(call, batch, _MANY_THREADS, int((batch.seq_lens // split + 1).sum()))
 
 
