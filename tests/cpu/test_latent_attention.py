@@ -9,12 +9,18 @@ import torch
 
 from hardpoint.reference.latent_attention import ReferenceLatentAttention
 from hardpoint.reference.quantized_latent_attention import QuantizedLatentAttention
-from hardpoint_cpu.native_latent_attention import NativeLatentAttention, NativeQuantizedLatentAttention
+from hardpoint_cpu import native, native_latent_attention
+from hardpoint_cpu.native_latent_attention import (
+    NativeBatchInvariantLatentAttention,
+    NativeLatentAttention,
+    NativeQuantizedLatentAttention,
+)
 from hardpoint_cpu.recorded_list import RecordedLists
 from hardpoint_plugin_api import AttentionBatch, LatentBackend, LatentCall, LatentSpec, LatentStoreCall
 from hardpoint_plugin_api.elements import BUILT_IN
 from tests.cpu.building import needs_kernels
 from tests.cpu.test_attention import SPLIT, TOLERANCE
+from tests.support.allocations import LargestTensor
 from tests.support.attention import MIXED, Piece
 from tests.support.latent import run_latent_backend
 
@@ -73,6 +79,62 @@ def test_stores_what_the_reference_does(level: str, kv_dtype: str) -> None:
         backend.store(LatentStoreCall(latent[:, :33], rope_key, cache, slots))
         buffers.append(buffer)
     assert torch.equal(*buffers)
+
+
+MANY = replace(PLAIN, latent_size=512, rope_size=64)
+LIMIT = 1 << 26
+"""Bytes of partial results that batch-invariant attention may take."""
+
+
+def test_memory_of_a_batch_invariant_prompt_has_a_limit() -> None:
+    """Each query of a chunk over a long context has its splits: 220 MB of partial results for all at once."""
+    pieces = (Piece(1, 700), Piece(200, 1900))
+    with LargestTensor() as largest:
+        found = run_latent_backend(NativeBatchInvariantLatentAttention, MANY, pieces)
+    assert LIMIT / 2 < largest.nbytes <= LIMIT
+    reference = run_latent_backend(ReferenceLatentAttention, MANY, pieces)
+    errors = (found.double() - reference.double()).norm(dim=-1) / reference.double().norm(dim=-1)
+    assert errors.max() < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("top_k", [None, 21])
+def test_calls_of_few_tokens_have_the_bits_of_one(top_k: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little memory there is: less than one query's, one query's, some queries'."""
+    spec, pieces = replace(MANY, top_k=top_k), (*MIXED, Piece(30, 700))
+    whole = run_latent_backend(NativeBatchInvariantLatentAttention, spec, pieces)
+    row = 4 * spec.num_heads * (spec.latent_size + 2)
+    for splits in (1, 13, 40):
+        monkeypatch.setattr(native_latent_attention, "_PARTIAL_BYTES", splits * row)
+        assert torch.equal(run_latent_backend(NativeBatchInvariantLatentAttention, spec, pieces), whole)
+
+
+@pytest.mark.parametrize(("top_k", "splits"), [(None, 1150), (2048, 36)])
+def test_slices_of_a_step(top_k: int | None, splits: int) -> None:
+    """They hold its tokens in order, and the kernel, told of so many threads, makes the smallest splits in each.
+
+    16,384 queries at 65,536 positions, all together, would have made larger ones.
+    """
+    tokens, context = 16384, 65536
+    backend = NativeBatchInvariantLatentAttention(None, replace(MANY, top_k=top_k))  # type: ignore[arg-type]
+    batch = AttentionBatch(
+        query_start=torch.tensor([0, tokens], dtype=torch.int32),
+        seq_lens=torch.tensor([context], dtype=torch.int32),
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        slot_mapping=torch.zeros(tokens, dtype=torch.int32),
+        query_start_host=(0, tokens),
+        seq_lens_host=(context,),
+        num_decodes=0,
+    )
+    slices = backend.plan(batch).slices
+    assert torch.cat([one.query_start[:-1] for one, _ in slices]).equal(torch.arange(tokens, dtype=torch.int32))
+    lengths = torch.cat([one.seq_lens for one, _ in slices])
+    assert lengths.equal(torch.arange(context - tokens + 1, context + 1, dtype=torch.int32))
+    assert slices[-1][1] // slices[-1][0].num_requests == splits
+    row = 4 * MANY.num_heads * (MANY.latent_size + 2)
+    for one, count in slices:
+        assert len(one.query_start) == one.num_requests + 1
+        assert count * row <= LIMIT
+        assert int(one.seq_lens.sum()) <= 64 * native.SPLITS_PER_THREAD * native_latent_attention._MANY_THREADS
 
 
 def test_a_recorded_call_serves_other_lengths_and_pages() -> None:

@@ -10,7 +10,8 @@ Axes: T query tokens, H query heads, L latent size, R rope size.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -138,39 +139,81 @@ class NativeQuantizedLatentAttention(NativeLatentAttention):
 
 
 _MANY_THREADS = 1 << 20
-"""Among so many, a split has the fewest positions that one may have, which depends on the sizes of a row alone."""
+"""Among so many, a split has the fewest positions that one may have, which depends on the sizes of a row alone: a call
+would have to have more than ``native.SPLITS_PER_THREAD`` splits for each thread, and ``_PARTIAL_BYTES`` hold fewer."""
+_PARTIAL_BYTES = 1 << 26
+"""Memory for the partial results of the splits of one call; more only where a single token has more."""
+
+
+@dataclass(kw_only=True)
+class _TokensInSlices(AttentionMetadata):
+    """``slices``: batches of adjacent tokens, each token a request, with the most splits that each batch has."""
+
+    slices: Sequence[tuple[AttentionBatch, int]]
 
 
 class NativeBatchInvariantLatentAttention(NativeLatentAttention):
-    """Each query is given to the kernel as a request of its own, and all splits have one size."""
+    """Each query is given to the kernel as a request of its own, and all splits have one size.
+
+    Queries do not depend on each other, so a step is cut into calls whose partial results fit in ``_PARTIAL_BYTES``.
+    """
 
     capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
 
-    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
+    def plan(self, batch: AttentionBatch) -> _TokensInSlices:
         """See AttentionBackend."""
-        counts = batch.query_start.diff()
+        spec, counts = self.spec, batch.query_start.diff()
         requests = torch.arange(len(counts)).repeat_interleave(counts, output_size=batch.num_tokens)
         tokens = torch.arange(batch.num_tokens, dtype=torch.int32)
         ends = batch.seq_lens[requests] - batch.query_start[requests + 1] + tokens + 1
-        return AttentionMetadata(
-            replace(
-                batch,
-                query_start=torch.arange(batch.num_tokens + 1, dtype=torch.int32),
-                seq_lens=ends.to(torch.int32),
-                block_table=batch.block_table[requests].contiguous(),
-                query_start_host=tuple(range(batch.num_tokens + 1)),
-                seq_lens_host=(0,) * batch.num_tokens,  # read on the device alone
-                num_decodes=batch.num_tokens,
-            )
+        by_token = replace(
+            batch,
+            query_start=torch.arange(batch.num_tokens + 1, dtype=torch.int32),
+            seq_lens=ends.to(torch.int32),
+            block_table=batch.block_table[requests].contiguous(),
+            query_start_host=tuple(range(batch.num_tokens + 1)),
+            seq_lens_host=(0,) * batch.num_tokens,  # read on the device alone
+            num_decodes=batch.num_tokens,
         )
+        read = ends if spec.top_k is None else ends.clamp(max=spec.top_k)
+        smallest = -(-native.LEAST_LATENT_SPLIT // (spec.latent_size + spec.rope_size))
+        splits = ((read + smallest - 1) // smallest).tolist()
+        most = _PARTIAL_BYTES // (4 * spec.num_heads * (spec.latent_size + 2))
+        slices = [(_of_tokens(by_token, tokens), count) for tokens, count in _in_slices(splits, most)]
+        return _TokensInSlices(batch=by_token, slices=slices)
 
     def forward(self, call: LatentCall) -> None:
         """See LatentBackend."""
-        batch, spec = call.metadata.batch, self.spec
-        if not batch.num_tokens:
-            return
-        split = -(-native.LEAST_LATENT_SPLIT // (spec.latent_size + spec.rope_size))
-        self._run(call, batch, _MANY_THREADS, int((batch.seq_lens // split + 1).sum()))
+        planned = call.metadata
+        assert isinstance(planned, _TokensInSlices)
+        for batch, splits in planned.slices:
+            self._run(call, batch, _MANY_THREADS, splits)
+
+
+def _in_slices(counts: Sequence[int], most: int) -> Iterator[tuple[slice, int]]:
+    """Slices of ``counts`` with their sums, as few as there may be of at most ``most``, or of one larger count."""
+    first = total = 0
+    for i, count in enumerate(counts):
+        if i > first and total + count > most:
+            yield slice(first, i), total
+            first, total = i, 0
+        total += count
+    if counts:
+        yield slice(first, len(counts)), total
+
+
+def _of_tokens(by_token: AttentionBatch, tokens: slice) -> AttentionBatch:
+    """The requests ``tokens`` of a batch in which each token is a request. ``query_start`` counts from its first."""
+    first, last = tokens.start, tokens.stop
+    return replace(
+        by_token,
+        query_start=by_token.query_start[first : last + 1],
+        seq_lens=by_token.seq_lens[tokens],
+        block_table=by_token.block_table[tokens],
+        query_start_host=by_token.query_start_host[first : last + 1],
+        seq_lens_host=by_token.seq_lens_host[tokens],
+        num_decodes=last - first,
+    )
 
 
 def _rows_of_heads(x: torch.Tensor) -> torch.Tensor:
