@@ -85,7 +85,7 @@ def test_without_mistral_common_a_chat_needs_a_template(tmp_path: Path, monkeypa
         ([{"content": "Hi"}], r"messages\[0\] needs a 'role'"),
         ([{"role": "user"}], r"messages\[0\] \(role 'user'\) has no 'content'"),
         ([{"role": "user", "content": 3}], r"messages\[0\] 'content' must be a text or a list"),
-        ([{"role": "user", "content": "Hi", "more": object()}], "plain JSON values, got a object"),
+        ([{"role": "user", "content": "Hi", "more": {1}}], "plain JSON values, got a set"),
         (
             [
                 {"role": "user", "content": "See:"},
