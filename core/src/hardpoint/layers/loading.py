@@ -67,7 +67,7 @@ def load_weights(model: nn.Module, names: WeightNames, source: TensorSource, dev
     plan.check_names(source)
     if isinstance(source, TensorFiles):
         plan.check_headers(source)
-    filling, tied = _Filling(plan, device, source.title), TiedHead(names, source.title)
+    filling, tied = _Filling(plan, device, source.title), TiedHead(names, source.title, source.names)
     progress = LoadProgress(source.title, None if source.names is None else len(source.names))
     for name, tensor in source:
         progress.note(tensor.nbytes)

@@ -20,8 +20,11 @@ class TiedHead:
     Up to 64 evenly spaced rows of each [vocab, hidden] are copied, on the tensor's own device.
     """
 
-    def __init__(self, names: WeightNames, title: str) -> None:
+    def __init__(self, names: WeightNames, title: str, stored: frozenset[str] | None) -> None:
+        """``stored`` are the tensors that will stream by, None where that is not known: without a head nothing is
+        compared, and nothing of an embedding is read that the rank does not hold."""
         heads = [name for name, place in names.items() if place is None and name.endswith(_HEAD)]
+        heads = [name for name in heads if stored is None or name in stored]
         embeddings = [name for name, place in names.items() if isinstance(place, str) and place.endswith(_SLOTS)]
         self._compared = {*heads, *embeddings} if heads and embeddings else set[str]()
         self._title = title
