@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,7 +15,7 @@ from hardpoint.cli.main import run
 from hardpoint.config import EngineConfig
 from hardpoint.engine.processes.calls import Answer, Stop
 from hardpoint.engine.remote.messages import Abort, Add, Advanced, Command, Ready, Report, StartFailed
-from hardpoint.engine.requests import AdmittedRequest
+from hardpoint.engine.requests import AdmittedRequest, RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
 
 
@@ -38,7 +37,7 @@ def reports_of(*commands: Command, until: int) -> list[Report | Answer]:
     while ended < until:
         reports.append(report := sent.get(timeout=10))
         if isinstance(report, Advanced):
-            ended += sum(delta.finish_reason is not None for delta in report.deltas)
+            ended += sum(delta.finish_reason is not None for delta in report.news.deltas)
     waiting.put(Stop())
     thread.join(10)
     assert not thread.is_alive()
@@ -50,14 +49,13 @@ def test_it_repeats_prompts() -> None:
     ready, *rest = reports_of(*commands, until=3)
     assert isinstance(ready, Ready)
     assert ready.facts.vocab_size > 1000
-    tokens, reasons = defaultdict[int, list[int]](list), dict[int, str | None]()
+    seen = {number: RequestProgress(asked(number, 10**6)) for number in (1, 2, 3)}
+    still_open = dict(seen)
     for report in rest:
         assert isinstance(report, Advanced)
-        for delta in report.deltas:
-            tokens[delta.number] += delta.token_ids
-            reasons[delta.number] = delta.finish_reason
-    assert (tokens[1], tokens[2]) == ([5, 6, 7, 5], [5, 6])
-    assert reasons == {1: "length", 2: "length", 3: "abort"}
+        report.news.apply(still_open)
+    assert (seen[1].output_token_ids, seen[2].output_token_ids) == ([5, 6, 7, 5], [5, 6])
+    assert [seen[number].finish_reason for number in (1, 2, 3)] == ["length", "length", "abort"]
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:

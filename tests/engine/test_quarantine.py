@@ -13,6 +13,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreFacts, EngineStats
 from hardpoint.engine.processes.calls import Answers
 from hardpoint.engine.remote.messages import Abort, Add, Advanced, Command, Ended, Ready, Report
+from hardpoint.engine.remote.news import News
 from hardpoint.engine.remote.remote_core import RemoteCore
 from hardpoint.engine.requests import Delta, RequestProgress
 from hardpoint_plugin_api import EngineDeadError, EngineError
@@ -82,7 +83,7 @@ class Engines:
     def report(self, *requests: RequestProgress, end: bool = False) -> None:
         """The core says that each has a token more, or has ended as it was told to."""
         deltas = (Delta(r.number, () if end else (5,), "abort" if end else None, None, 0, 0) for r in requests)
-        self.links[-1].reports.put(Advanced(tuple(deltas), EngineStats()))
+        self.links[-1].reports.put(Advanced(News(tuple(deltas)), EngineStats()))
 
     def advance(self, *requests: RequestProgress) -> None:
         self.report(*requests)

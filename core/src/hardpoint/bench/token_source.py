@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -16,8 +15,9 @@ from hardpoint.engine.locations import model_location, tokenizer_of
 from hardpoint.engine.processes.calls import Answer, Call, Failure, Stop
 from hardpoint.engine.remote.core_process import ProcessLink
 from hardpoint.engine.remote.messages import Abort, Add, Advanced, Command, Ready, Report, StartFailed
+from hardpoint.engine.remote.news import Reported, collect_news
 from hardpoint.engine.remote.remote_core import RemoteCore
-from hardpoint.engine.requests import AdmittedRequest, Delta
+from hardpoint.engine.requests import RequestProgress
 from hardpoint.selection.table import SelectionTable
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import ConfigError
@@ -51,20 +51,12 @@ def serve_tokens(
     _Source(commands, send, rate).run()
 
 
-@dataclass
-class _Open:
-    """A request, and how many tokens it has."""
-
-    asked: AdmittedRequest
-    num_tokens: int = 0
-
-    def next_token(self) -> Delta:
-        """The request's next token, which may be its last."""
-        asked = self.asked
-        token = asked.prompt_token_ids[self.num_tokens % len(asked.prompt_token_ids)]
-        self.num_tokens += 1
-        is_last = self.num_tokens + len(asked.prompt_token_ids) >= asked.max_total_tokens
-        return Delta(asked.number, (token,), "length" if is_last else None, None, 0, 0)
+def _append_next(request: RequestProgress) -> None:
+    """Give ``request`` its next token, which may be its last."""
+    tokens = request.token_ids
+    tokens.append(tokens[-request.num_prompt_tokens])
+    if len(tokens) >= request.asked.max_total_tokens:
+        request.finish_reason = "length"
 
 
 class _Source:
@@ -72,7 +64,7 @@ class _Source:
 
     def __init__(self, commands: SimpleQueue[Command], send: Callable[[Report | Answer], None], rate: float) -> None:
         self._commands, self._send, self._rate = commands, send, rate
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, Reported] = {}
 
     def run(self) -> None:
         """Serve until Stop comes. Time that was lost is not made up for."""
@@ -93,19 +85,24 @@ class _Source:
 
     def _take(self, command: Command) -> None:
         if isinstance(command, Add):
-            self._open[command.number] = _Open(pickle.loads(command.asked))
-        elif isinstance(command, Abort) and self._open.pop(command.number, None) is not None:
-            self._report(Delta(command.number, (), "abort", None, 0, 0))
+            request = RequestProgress(pickle.loads(command.asked))
+            self._open[command.number] = Reported(request, command.number, request.num_prompt_tokens)
+        elif isinstance(command, Abort) and (aborted := self._open.get(command.number)) is not None:
+            aborted.request.finish_reason = "abort"
+            self._report([aborted])
         elif isinstance(command, Call):
             error = ConfigError("a stand-in for the engine cannot be controlled")
             self._send(Answer(command.number, failure=Failure.of(error)))
 
     def _step(self) -> None:
-        deltas = [request.next_token() for request in self._open.values()]
-        for delta in deltas:
+        for each in self._open.values():
+            _append_next(each.request)
+        self._report(self._open.values())
+
+    def _report(self, advanced: Iterable[Reported]) -> None:
+        """Report the news of these requests, and forget those that have ended."""
+        news = collect_news(advanced)
+        for delta in news.deltas:
             if delta.finish_reason is not None:
                 del self._open[delta.number]
-        self._report(*deltas)
-
-    def _report(self, *deltas: Delta) -> None:
-        self._send(Advanced(deltas, EngineStats(num_running=len(self._open))))
+        self._send(Advanced(news, EngineStats(num_running=len(self._open))))

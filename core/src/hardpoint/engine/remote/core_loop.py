@@ -10,7 +10,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -29,8 +29,9 @@ from hardpoint.engine.remote.messages import (
     StartFailed,
     Wake,
 )
+from hardpoint.engine.remote.news import Reported, collect_news
 from hardpoint.engine.remote.preparations import Preparations
-from hardpoint.engine.requests import AdmittedRequest, Delta
+from hardpoint.engine.requests import AdmittedRequest, RequestProgress
 from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import EngineDeadError
 
@@ -68,14 +69,6 @@ def run_core(config: EngineConfig, commands: SimpleQueue[Command], send: Callabl
         core.close()
 
 
-@dataclass
-class _Open:
-    """A request, and how many of its tokens were reported."""
-
-    request: Request
-    num_reported: int
-
-
 class CoreLoop:
     """Takes what commands there are, waits for one only while the core is idle, steps, and reports what came of it.
 
@@ -86,7 +79,7 @@ class CoreLoop:
         self, core: EngineCore, commands: SimpleQueue[Command], send: Callable[[Report | Answer], None]
     ) -> None:
         self._core, self._commands, self._send = core, commands, send
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, Reported] = {}
         self._preparations = Preparations(core.make_ready, commands.put)
         self._reported = self._stepped = time.monotonic()
 
@@ -164,7 +157,7 @@ class CoreLoop:
         except Exception as error:
             self._fail((request.number,), error)
         else:
-            self._open[request.number] = _Open(request, num_known)
+            self._open[request.number] = Reported(request, request.number, num_known)
 
     def _call(self, command: Call) -> None:
         try:
@@ -176,7 +169,7 @@ class CoreLoop:
     def _abort(self, command: Abort) -> None:
         if (preparing := self._preparations.take(command.number)) is not None:
             preparing.finish_reason = "abort"
-            self._open[command.number] = _Open(preparing, len(preparing.token_ids))
+            self._open[command.number] = Reported(preparing, command.number, len(preparing.token_ids))
             self._report([preparing])
         elif command.number in self._open:  # else it has ended, and that was reported
             request = self._open[command.number].request
@@ -202,18 +195,15 @@ class CoreLoop:
                     del self._open[request.number]
                     self._fail((request.number,), request.error)
 
-    def _report(self, advanced: Sequence[Request]) -> None:
+    def _report(self, advanced: Sequence[RequestProgress]) -> None:
+        """Report the news of these requests, and forget those that have ended."""
         self._reported = time.monotonic()
-        self._send(Advanced(tuple(map(self._delta, advanced)), replace(self._core.stats)))
+        open_ones = self._open
+        news = collect_news([open_ones[request.number] for request in advanced])
+        self._send(Advanced(news, replace(self._core.stats)))
+        for delta in news.deltas:
+            if delta.finish_reason is not None:
+                del open_ones[delta.number]
 
     def _fail(self, numbers: tuple[int, ...], error: Exception, in_step: bool = False) -> None:
         self._send(Failed(numbers, Failure.of(error), replace(self._core.stats), in_step))
-
-    def _delta(self, request: Request) -> Delta:
-        """The news of ``request``; forgets it if it has ended."""
-        known = self._open[request.number]
-        delta = request.since(known.num_reported)
-        known.num_reported = len(request.token_ids)
-        if request.finish_reason is not None:
-            del self._open[request.number]
-        return delta

@@ -25,7 +25,8 @@ from hardpoint.engine.remote.messages import (
     Noted,
     Standing,
 )
-from hardpoint.engine.requests import AdmittedRequest, Delta, RequestProgress
+from hardpoint.engine.remote.news import Reported, collect_news
+from hardpoint.engine.requests import AdmittedRequest, RequestProgress
 from hardpoint_plugin_api import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -50,11 +51,10 @@ class _FrontEnd:
 
 @dataclass
 class _Owned:
-    """The front end of a request, its number there, and how many of its tokens were reported."""
+    """The front end of a request, and the part of its progress that was reported there."""
 
     front_end: _FrontEnd
-    number: int
-    num_reported: int
+    reported: Reported
 
 
 class Hub:
@@ -118,7 +118,7 @@ class Hub:
 
     def _report(self, advanced: Sequence[RequestProgress]) -> None:
         """Tell each front end what is new of its requests."""
-        deltas: dict[_FrontEnd, list[Delta]] = {}
+        grown: dict[_FrontEnd, list[Reported]] = {}
         stats = self._core.stats
         with self._changed:
             for request in advanced:
@@ -126,15 +126,13 @@ class Hub:
                 if owned is None:  # its front end is gone
                     continue
                 if request.finish_reason is not None:
-                    del self._owned[request], owned.front_end.requests[owned.number]
+                    del self._owned[request], owned.front_end.requests[owned.reported.number]
                 if request.error is not None:
-                    owned.front_end.outbox.put(Failed((owned.number,), Failure.of(request.error), stats))
+                    owned.front_end.outbox.put(Failed((owned.reported.number,), Failure.of(request.error), stats))
                 else:
-                    delta = request.since(owned.num_reported, owned.number)
-                    owned.num_reported = len(request.token_ids)
-                    deltas.setdefault(owned.front_end, []).append(delta)
-        for front_end, own in deltas.items():
-            front_end.outbox.put(Advanced(tuple(own), stats))
+                    grown.setdefault(owned.front_end, []).append(owned.reported)
+        for front_end, own in grown.items():
+            front_end.outbox.put(Advanced(collect_news(own), stats))
 
     def _publish(self) -> int:
         """Tell every front end how the core is, if that has changed; returns the number of the newest Standing."""
@@ -187,7 +185,7 @@ class Hub:
             asked: AdmittedRequest = pickle.loads(command.asked)
             with self._changed:  # before the core can report it
                 request = self._core.adopt(asked)
-                self._owned[request] = _Owned(front_end, command.number, request.num_prompt_tokens)
+                self._owned[request] = _Owned(front_end, Reported(request, command.number, request.num_prompt_tokens))
                 front_end.requests[command.number] = request
         except Exception as error:
             front_end.outbox.put(Failed((command.number,), Failure.of(error), self._core.stats))

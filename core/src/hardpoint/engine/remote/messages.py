@@ -9,6 +9,7 @@ from typing import Self
 from hardpoint.engine.client import CoreFacts, EngineStats
 from hardpoint.engine.lora import Adapter
 from hardpoint.engine.processes.calls import Answer, Call, Failure, Stop
+from hardpoint.engine.remote.news import News
 from hardpoint.engine.remote.recovery import RecoveryState
 from hardpoint.engine.requests import AdmittedRequest, Delta
 from hardpoint.plugin_host.culprits import Suspect
@@ -79,7 +80,7 @@ class StartFailed:
 class Advanced:
     """Results of a step, or of commands."""
 
-    deltas: tuple[Delta, ...]
+    news: News
     stats: EngineStats
 
 

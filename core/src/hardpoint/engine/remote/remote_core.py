@@ -27,10 +27,11 @@ from hardpoint.engine.remote.messages import (
     Report,
     StartFailed,
 )
+from hardpoint.engine.remote.news import News
 from hardpoint.engine.remote.quarantine import Quarantine
 from hardpoint.engine.remote.recovery import Recovery, RecoveryState, is_final
 from hardpoint.engine.remote.remote_control import RemoteControl
-from hardpoint.engine.requests import AdmittedRequest, Delta, RequestProgress
+from hardpoint.engine.requests import AdmittedRequest, RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.plugin_host.culprits import Suspect
@@ -205,7 +206,7 @@ class RemoteCore(RemoteControl):
                 self._link.send(Abort(request.number))
             else:  # there is no core that could report it: wake the thread that steps
                 self._aborted.append(request)
-                self._link.reports.put(Advanced((), self._stats))
+                self._link.reports.put(Advanced(News(), self._stats))
 
     def step(self) -> list[RequestProgress]:
         """Wait for reports and return the requests that got a token or ended; see CoreClient."""
@@ -281,7 +282,9 @@ class RemoteCore(RemoteControl):
         """Bring the mirrors up to ``report`` and return those that changed."""
         if isinstance(report, Advanced):
             self._stats = report.stats
-            return [self._grown(delta) for delta in report.deltas]
+            changed = report.news.apply(self._open)
+            self._clear(request.number for request in changed)
+            return changed
         if isinstance(report, Failed):
             self._stats = report.stats
             if report.in_step and self._goes_on():
@@ -388,15 +391,6 @@ class RemoteCore(RemoteControl):
     def _send_again(self, number: int) -> None:
         request = self._open[number]
         self._link.send(Add.of(request.asked, request.since(request.num_prompt_tokens)))
-
-    def _grown(self, delta: Delta) -> RequestProgress:
-        request = self._open[delta.number]
-        request.take(delta)
-        if request.finish_reason is not None:
-            del self._open[delta.number]
-        if delta.token_ids or request.finish_reason is not None:
-            self._clear([delta.number])
-        return request
 
     def _failed(self, number: int, error: HardpointError) -> RequestProgress:
         request = self._open.pop(number)

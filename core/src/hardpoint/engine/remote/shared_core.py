@@ -217,14 +217,7 @@ class SharedCore:
             error = report.failure.original()
             known = error if isinstance(error, HardpointError) else EngineError(report.failure.text)
             return [self._failed(number, known) for number in report.numbers]
-        grown = []
-        for delta in report.deltas:
-            request = self._open[delta.number]
-            request.take(delta)
-            if request.finish_reason is not None:
-                del self._open[delta.number]
-            grown.append(request)
-        return grown
+        return report.news.apply(self._open)
 
     def _failed(self, number: int, error: HardpointError) -> RequestProgress:
         request = self._open.pop(number)
