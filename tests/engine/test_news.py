@@ -20,7 +20,7 @@ def new_request(number: int, logprobs: int | None = None) -> RequestProgress:
 
 
 def grow(request: RequestProgress, *tokens: int) -> None:
-    """What a step does: the first one reads the prompt."""
+    """Do to ``request`` as a step does; the first one reads its prompt."""
     if request.started is None:
         request.started, request.num_cached_tokens = time.monotonic(), 2
     request.token_ids += tokens

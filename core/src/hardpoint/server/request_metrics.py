@@ -180,7 +180,10 @@ class RequestMetrics(Collector):
                 of_model.histograms[key].observe(value)
 
     def _of(self, model: str) -> _OfModel:
-        return self._models.setdefault(model, _OfModel())
+        found = self._models.get(model)
+        if found is None:  # setdefault would make all histograms at each call
+            found = self._models[model] = _OfModel()
+        return found
 
     def collect(self) -> Iterator[Metric]:
         yield from self._families("hardpoint_", "model", lambda name: name.own)
