@@ -26,6 +26,7 @@ def aiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     product = "ops/triton/gemm/basic/gemm_afp4wfp4"
     parts = {"mla": "latent", "fused_moe": "experts", "ops/shuffle": "experts", product: "mxfp4"}
     parts["utility/fp4_utils"] = "mxfp4"
+    parts |= {f"ops/triton/attention/{name}": "triton" for name in ("unified_attention", "fp8_mqa_logits")}
     for name, stand_in in parts.items():
         (folder / f"aiter/{name}.py").parent.mkdir(parents=True, exist_ok=True)
         (folder / f"aiter/{name}.py").write_text(f"from tests.support.aiter_{stand_in}_stand_in import *\n")

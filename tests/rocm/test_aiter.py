@@ -59,7 +59,7 @@ def test_an_engine(aiter: None, mi300x: None, options: dict[str, Any], kernel: s
     calls = dict(CALLS)
     assert {call, "rmsnorm2d_fwd_with_add"} <= calls.keys()
     off = (*without_triton("rocm")["deny"], f"linear={kernel}", "op.rms_norm=aiter", "op.add_rms_norm=aiter")
-    off += ("attention.causal=aiter_paged",)
+    off += ("attention.causal=aiter_paged", "attention.causal=aiter_unified")
     others, expected, chosen = run(deny=off)
     assert {"linear emulated", "rms_norm reference"} <= chosen
     assert calls == CALLS

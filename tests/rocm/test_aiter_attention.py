@@ -13,6 +13,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint_plugin_api import AttentionBackend, AttentionSpec, CacheSpec, ConfigError, EngineLimits, SelectionError
 from hardpoint_rocm.aiter_attention import AiterFlashAttention, AiterPagedAttention, parts_within
 from hardpoint_rocm.aiter_shuffled import AiterShuffledAttention, ShuffledLayout
+from hardpoint_rocm.aiter_unified import AiterUnifiedAttention
 from hardpoint_rocm.platform import describe_arch
 from tests.support import aiter_stand_in
 from tests.support.aiter_calls import CALLS
@@ -45,6 +46,9 @@ class _Context(PluginConfigOnly):
         (AiterFlashAttention, replace(SPEC, alibi=True, dtype="bfloat16", kv_dtype="bfloat16"), WHOLE, ""),
         (AiterPagedAttention, SPEC, DECODES, "paged_attention_v1"),
         (AiterPagedAttention, replace(SPEC, alibi=True, block_size=32), DECODES, "paged_attention_v1"),
+        (AiterUnifiedAttention, SPEC, MIXED, "unified_attention"),
+        (AiterUnifiedAttention, replace(SPEC, block_size=544, head_size=64, sinks=True), MIXED, "unified_attention"),
+        (AiterUnifiedAttention, replace(SPEC, block_size=32, alibi=True), DECODES, "unified_attention"),
         (AiterShuffledAttention, SPEC, MIXED, "pa_fwd_asm"),
         (AiterShuffledAttention, replace(SPEC, scale=0.25), WHOLE, "flash_attn_varlen_func"),
         (AiterShuffledAttention, replace(SPEC, scale=0.25), DECODES, "pa_fwd_asm"),
@@ -57,11 +61,12 @@ def test_a_step(
     """Against the definition, in a cache full of NaN."""
     assert not backend.supports(spec.workload(), MI300X)
     slopes = torch.linspace(0.1, 0.4, 4) if spec.alibi else None
+    sinks = torch.linspace(-1.0, 2.0, 4) if spec.sinks else None
     ctx = _Context({"rocm": {"aiter_workspace_mib": 0}})
-    out, requests = run_backend(backend, spec, pieces, alibi_slopes=slopes, ctx=ctx)
+    out, requests = run_backend(backend, spec, pieces, sinks=sinks, alibi_slopes=slopes, ctx=ctx)
     assert call in {*CALLS, ""}
     coarse = {"float8_e4m3fnuz": 0.06, "bfloat16": 0.01}.get(spec.kv_dtype, 0.002)
-    expected = brute_force(spec, requests, alibi_slopes=slopes)
+    expected = brute_force(spec, requests, sinks, slopes)
     torch.testing.assert_close(out.double(), expected, rtol=coarse, atol=coarse)
 
 
@@ -113,10 +118,38 @@ def test_an_engine(aiter: None, mi300x: None, checkpoint: Path) -> None:
     tokens, chosen = engine(checkpoint)
     assert set(chosen.values()) == {"aiter_flash", "aiter_paged"}
     assert {"flash_attn_varlen_func", "mha_batch_prefill_func", "paged_attention_v1"} <= CALLS.keys()
-    off = (*without_triton("rocm")["deny"], "attention.causal=aiter_flash", "attention.causal=aiter_paged")
+    names = ("aiter_flash", "aiter_paged", "aiter_unified")
+    off = (*without_triton("rocm")["deny"], *(f"attention.causal={name}" for name in names))
     expected, chosen = engine(checkpoint, deny=off)
     assert set(chosen.values()) == {"reference"}
     assert tokens == expected
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 544])
+def test_an_engine_with_pages_of_other_sizes(aiter: None, mi300x: None, checkpoint: Path, block_size: int) -> None:
+    """AITER's other kernels keep the sizes that they take; tokens are the reference's."""
+    pages = {"block_size": block_size}
+    tokens, chosen = engine(checkpoint, **pages)
+    flash, paged = block_size == 16, block_size <= 32
+    wanted = ["aiter_paged" if paged else "aiter_unified", "aiter_flash" if flash else "aiter_unified"]
+    assert set(chosen.values()) == set(wanted)
+    assert ("unified_attention" in CALLS) == ("aiter_unified" in wanted)
+    CALLS.clear()
+    asked, chosen = engine(checkpoint, **pages, attention_backend="aiter_unified")
+    assert set(chosen.values()) == {"aiter_unified"}
+    assert CALLS.keys() & {"flash_attn_varlen_func", "paged_attention_v1"} == set()
+    expected, _ = engine(checkpoint, **pages, attention_backend="reference")
+    assert tokens == asked == expected
+
+
+def test_pages_and_groups_that_tiles_do_not_take(aiter: None) -> None:
+    def refused(**changes: Any) -> list[str]:
+        return [r.code for r in AiterUnifiedAttention.supports(replace(SPEC, **changes).workload(), MI300X)]
+
+    assert refused(block_size=48) == ["block-size"]
+    assert refused(num_heads=260) == ["head-group"]
+    assert refused(kv_dtype="bfloat16") == ["kv-dtype"]
+    assert not refused(block_size=96)
 
 
 def test_an_engine_with_the_shuffled_layout(aiter: None, mi300x: None, checkpoint: Path) -> None:

@@ -10,7 +10,7 @@ SOME = pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.n
 
 
 @SOME
-@pytest.mark.parametrize("name", ["aiter_flash", "aiter_paged", "aiter_latent"])
+@pytest.mark.parametrize("name", ["aiter_flash", "aiter_paged", "aiter_unified", "aiter_latent"])
 def test_nothing_is_found(aiter: None, mi300x: None, name: str, every: int) -> None:
     assert not list(faults("rocm", name, every))
 

@@ -30,6 +30,7 @@ from tests.support.aiter_attention_stand_in import (
 )
 from tests.support.aiter_calls import count
 from tests.support.aiter_experts_stand_in import ActivationType, QuantType
+from tests.support.aiter_triton_stand_in import top_k_per_row_prefill
 
 __all__ = [
     "ActivationType",
@@ -47,6 +48,7 @@ __all__ = [
     "qr_open_handles",
     "rms_norm",
     "rmsnorm2d_fwd_with_add",
+    "top_k_per_row_prefill",
 ]
 
 

@@ -8,6 +8,7 @@ Axes: T tokens, H index heads, D index head size, K positions of a list.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -68,13 +69,20 @@ class SparseIndexer(PluggableLayer, name="sparse_indexer"):
         self._rotary_embedding = rotary_embedding.bind(ctx, head_size=args.head_size, scalars=turns)
         use: dict[str, Any] = {"layout": layout.name, "head_size": args.head_size}
         self._store = store_index_keys.bind(ctx, **use)
-        self._score = index_scores.bind(ctx, **use)
+        self._score = self.scores(ctx, layout.name)
         self._multiply = multiply_heads.bind(ctx)
         self._weigh = multiply_heads.bind(ctx, dtype="float32")
         self._top_k = min(args.top_k, ctx.max_model_len)
         self._choose = topk_positions.bind(ctx, dtype="float32", scalars={"top_k": self._top_k})
         self._cos_sin: torch.Tensor | None = None
         self._hadamard: torch.Tensor | None = None
+
+    def scores(self, ctx: Context, layout: str) -> Callable[..., torch.Tensor]:
+        """A function with the arguments and the result of the op ``index_scores``, over a cache in ``layout``.
+
+        Called once, at construction: a replacement with scores of its own overrides it.
+        """
+        return index_scores.bind(ctx, layout=layout, head_size=self.args.head_size)
 
     def declare(self) -> dict[str, WeightSlot]:
         size = (self.args.head_size,)

@@ -165,14 +165,19 @@ class AiterPagedAttention(AiterAttention):
 
 def refusals(workload: AttentionWorkload) -> list[Reason]:
     """Why AITER's kernels over pages of 16-bit elements do not take ``workload``, whichever of them it is for."""
-    found = group_reasons(workload)
-    if workload.kv_dtype not in (None, workload.dtype):
-        message = "the cache's dtype is not the queries'"
-        found.append(Reason("kv-dtype", message, wanted=workload.kv_dtype, supported=workload.dtype))
+    found = [*group_reasons(workload), *kv_dtype_reasons(workload)]
     if {Feature.SOFT_CAP, Feature.ALIBI} <= workload.features:
         message = "AITER adds ALiBi's slopes before it caps scores, and the model after"
         found.append(Reason("feature", message, wanted="alibi, soft_cap", supported="either"))
     return found
+
+
+def kv_dtype_reasons(workload: AttentionWorkload) -> list[Reason]:
+    """Refuse a cache in another dtype than that of queries."""
+    if workload.kv_dtype in (None, workload.dtype):
+        return []
+    message = "the cache's dtype is not the queries'"
+    return [Reason("kv-dtype", message, wanted=workload.kv_dtype, supported=workload.dtype)]
 
 
 def group_reasons(workload: AttentionWorkload) -> list[Reason]:

@@ -45,6 +45,19 @@ SIGNATURES = {
     "pa_fwd_asm": (
         *("Q", "K", "V", "block_tables", "context_lens", "block_tables_stride0", "K_QScale", "V_QScale", "out_"),
     ),
+    # aiter/ops/triton/attention/unified_attention.py, 70e9b025a6e16f2901e0d88c3f6700a3f89c7b71
+    "ops.triton.attention.unified_attention.unified_attention": (
+        *("q", "k", "v", "out", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "softmax_scale", "causal"),
+        *("window_size", "block_table", "softcap", "q_descale", "k_descale", "v_descale", "alibi_slopes", "sinks"),
+    ),
+    # aiter/ops/topk.py, 65a2e34dab0a02d10e4148ce12055365e45bd688
+    "top_k_per_row_prefill": (
+        *("logits", "rowStarts", "rowEnds", "indices", "values", "numRows", "stride0", "stride1", "k", "stable"),
+    ),
+    # aiter/ops/triton/attention/fp8_mqa_logits.py, 1b741c0e3ee2278e123a395fb23767ddbf8f8800
+    "ops.triton.attention.fp8_mqa_logits.fp8_mqa_logits": (
+        *("Q", "KV", "kv_scales", "weights", "cu_starts", "cu_ends", "clean_logits"),
+    ),
     # aiter/mla.py, 41d6c5271acee849f3968b722d825c9d167ac12f
     "mla.mla_decode_fwd": _MLA,
     "mla.mla_prefill_fwd": _MLA,
