@@ -46,6 +46,22 @@ def test_two_devices(family: str, changes: dict[str, Any], settings: dict[str, A
             check_tokens_equal(model, prompt, output.outputs[0].token_ids)
 
 
+@pytest.mark.parametrize("all2all", ["allgather_reducescatter", "cuda_peer_memory"])
+def test_replicas_that_share_experts(all2all: str, tmp_path: Path) -> None:
+    """Both replay their decode steps, whichever has requests."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    if all2all == "cuda_peer_memory" and torch.version.cuda is None:
+        pytest.skip("needs NVIDIA's devices")
+    model, prompts = write_checkpoint(tmp_path, "qwen3_moe", **MIXTURE), random_prompts(5, 40, seed=1)
+    settings: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True, "all2all_backend": all2all}
+    with LLM(str(tmp_path), kv_cache_memory="64MiB", max_num_seqs=16, **settings) as llm:
+        for several in (prompts[:1], prompts):
+            for prompt, output in zip(several, llm.generate(several, GREEDY, use_tqdm=False), strict=True):
+                check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        assert llm.metrics.value("hardpoint_graph_replays_total") >= 4 * (GREEDY.max_tokens or 0) - 8
+
+
 def test_engines_of_two_devices_take_turns(tmp_path: Path) -> None:
     """In one process and thread: each on its own device, whichever is current."""
     if torch.accelerator.device_count() < 2:

@@ -114,6 +114,11 @@ class UpdateWeights(Verb[frozenset[MemoryTag]]):
 
 
 @dataclass(frozen=True)
+class CaptureTogether(Verb[None]):
+    """Capture graphs again on all replicas that share experts, each of which has woken up or got its new weights."""
+
+
+@dataclass(frozen=True)
 class LoadAdapter(Verb[tuple[Adapter, ...]]):
     """Load the LoRA adapter in the folder ``path`` as ``name``, and return all that are loaded.
 

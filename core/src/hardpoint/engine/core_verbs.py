@@ -6,6 +6,7 @@ from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.engine.control import (
+    CaptureTogether,
     CheckIdle,
     LoadAdapter,
     MemoryReport,
@@ -130,6 +131,12 @@ def read_metrics(verb: ReadMetrics, core: EngineCore) -> MetricsSnapshot:
     stages = [ranks[rank] for rank in core.blueprint.config.topology.first_ranks]
     counted = stages[0] if len(stages) == 1 else MetricsSnapshot.of_stages(stages)
     return core.blueprint.ctx.engine_metrics.snapshot().with_those_of(counted)
+
+
+@on_core.register(CaptureTogether)
+def capture_together(verb: CaptureTogether, core: EngineCore) -> None:
+    """Have the ranks capture."""
+    core.executor.control(verb)
 
 
 @on_core.register(StartProfile)

@@ -39,8 +39,8 @@ class ControlGroup:
         return cls(process_group("gloo", own, rank, world, timeout, on_one_host=on_one_host))
 
     def of_stage(self, place: Coordinates, store: Store, timeout: float) -> ControlGroup:
-        """Join the group of the ranks of this rank's replica and pipeline stage: this group where that has all."""
-        ranks = place.members("tp")
+        """Join the group of the ranks of this rank's pipeline stage, see Coordinates: this group where that has all."""
+        ranks = place.of_stage
         if len(ranks) == self.world:
             return self
         own = PrefixStore(f"stage/{ranks[0]}", store)

@@ -125,6 +125,11 @@ class Coordinates:
         """Whether this rank answers for the replica: the first of the last stage."""
         return self.rank == self.topology.first_ranks[-1]
 
+    @property
+    def of_stage(self) -> tuple[int, ...]:
+        """The ranks of this rank's stage, on all replicas that collectives connect, by their numbers in the world."""
+        return tuple(rank for rank in range(self.topology.world) if self.topology.stage_of(rank) == self.stage)
+
     def members(self, group: GroupName) -> tuple[int, ...]:
         """The ranks of this rank's group of that name, by their numbers in the world, ascending.
 
@@ -135,7 +140,7 @@ class Coordinates:
             return tuple(own[self.rank % topology.tensor :: topology.tensor])
         if group == "tp":
             return tuple(rank for rank in own if topology.stage_of(rank) == self.stage)
-        sharing = [rank for rank in range(topology.world) if topology.stage_of(rank) == self.stage]
+        sharing = self.of_stage
         slices, rank = len(sharing) // topology.expert, self.world_rank
         if group == "ep":
             return tuple(other for other in sharing if other % slices == rank % slices)

@@ -11,6 +11,7 @@ import torch
 
 from hardpoint.checkpoint.source import resolve_model
 from hardpoint.engine.control import (
+    CaptureTogether,
     MemoryReport,
     ReadMetrics,
     ReportMemory,
@@ -167,6 +168,13 @@ def capture_next(verb: CaptureNext, worker: Worker) -> int:
     return worker.graphs.capture_next(verb.least_missed)
 
 
+@on_rank.register(CaptureTogether)
+def capture_together(verb: CaptureTogether, worker: Worker) -> None:
+    """All ranks of all replicas do it at the same time."""
+    worker.graphs.prepare_ahead()
+    worker.blueprint.platform.memory.trim()  # what steps took only to be prepared
+
+
 @on_rank.register(ReadRoutedExperts)
 def read_routed_experts(verb: ReadRoutedExperts, worker: Worker) -> list[Routed | None]:
     """Read the pages that the sequences held."""
@@ -206,6 +214,6 @@ def _location(source: str, worker: Worker) -> Path:
 
 
 def _prepare_again(worker: Worker) -> None:
-    if not worker.holdings.asleep:
-        worker.graphs.prepare_ahead()
-        worker.blueprint.platform.memory.trim()  # what steps took only to be prepared
+    """Capture, unless other replicas must do so, too, which may have failed to come so far: see CaptureTogether."""
+    if not (worker.holdings.asleep or worker.blueprint.config.topology.shares_experts):
+        capture_together(CaptureTogether(), worker)

@@ -15,6 +15,7 @@ from hardpoint.engine.execution.compile_ahead import compile_ahead, run_compiled
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.graphs import Graphs
 from hardpoint.engine.execution.graphs.replay_check import ReplayError
+from hardpoint.engine.execution.graphs.shapes import ShapeRow
 from hardpoint.engine.execution.memory.cache_memory import CacheMemory, page_bytes, require_free
 from hardpoint.engine.execution.memory.holdings import Holder, Holdings, is_want_of_memory
 from hardpoint.engine.execution.memory.step_memory import StepMemory
@@ -55,12 +56,13 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class WorkerFacts:
     """Facts of the ranks that the scheduler needs: pages of their caches and how sequences lie in them, the limits of
-    steps, and the longest sequence, in tokens."""
+    steps, and the longest sequence, in tokens. ``captured`` are the shapes of captured steps, on the last stage."""
 
     num_pages: int
     geometry: CacheGeometry
     limits: StepLimits
     max_model_len: int
+    captured: tuple[ShapeRow, ...] = ()
 
 
 @dataclass
@@ -203,7 +205,8 @@ class Worker:
         info = EngineInfo(config.model, ctx.device, blueprint.table.digest)
         blueprint.plugins.engine_started(info)
         logger.info("memory: %s", memory.report())
-        facts = WorkerFacts(cache.num_pages, geometry, limits, max_model_len)
+        *_, captured = control.exchange(graphs.rows)
+        facts = WorkerFacts(cache.num_pages, geometry, limits, max_model_len, captured)
         routed = RoutedExpertsReader(ctx.cache_users, cache.views)
         return cls(blueprint, runner, graphs, holdings, facts, weights, adapters, routed, info, (control, of_stage))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from tempfile import mkdtemp
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine.control import CheckIdle, R, Sleep, UpdateWeights, Verb
+from hardpoint.engine.control import CaptureTogether, CheckIdle, R, Sleep, UpdateWeights, Verb, WakeUp
 from hardpoint.engine.remote.remote_core import RemoteCore
 from hardpoint.engine.remote.replicas import Asked, Replicas
 from hardpoint.engine.requests import RequestProgress
@@ -29,12 +29,15 @@ class SharingReplicas(Replicas):
 
     def control(self, verb: Verb[R]) -> R:
         """See Replicas. Raises EngineError for what needs every replica idle while one is not."""
-        needs_all_idle = isinstance(verb, Sleep | UpdateWeights)
+        needs_all_idle = isinstance(verb, Sleep | UpdateWeights) or (isinstance(verb, WakeUp) and self.is_sleeping)
         if not needs_all_idle:
             return super().control(verb)
         with self._placing:  # no requests come meanwhile
             super().control(CheckIdle())
-            return super().control(verb)
+            answer = super().control(verb)
+            if not self.is_sleeping:
+                super().control(CaptureTogether())
+            return answer
 
     def _place(self, prompt: Sequence[int], key: object, rank: int | None, ask: Asked) -> RequestProgress:
         """See Replicas. Raises EngineError while any replica sleeps: it could not take part in a step."""

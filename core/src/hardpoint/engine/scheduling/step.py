@@ -98,7 +98,11 @@ class StepInput:
     """One step. Slots in ``freed`` are given up before those in ``new`` are taken. Decodes come first.
 
     ``page_copies`` are done before the model runs, in order of their groups. No page is the target of one and part of
-    another. ``replica_tokens``: how many tokens each replica has in this step, where replicas share experts.
+    another.
+
+    Where replicas share experts, ``replica_tokens`` says how many tokens each of them has in this step, padding
+    included. ``captured_tokens`` is then their number on every replica where all may replay captured graphs, and 0
+    elsewhere. None: no other replica has a say.
     """
 
     number: int
@@ -107,11 +111,17 @@ class StepInput:
     scheduled: tuple[ScheduledRequest, ...]
     page_copies: tuple[PageCopy, ...] = ()
     replica_tokens: tuple[int, ...] = ()
+    captured_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens in this step."""
         return sum(s.count for s in self.scheduled)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it was made by ``empty``."""
+        return self.number < 0
 
     @classmethod
     def empty(cls, slot: int, num_groups: int) -> Self:

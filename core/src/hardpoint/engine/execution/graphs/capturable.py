@@ -37,10 +37,8 @@ def why_not_full(ctx: Context, engine: GraphEngine) -> str | None:
 
 def uncapturable(ctx: Context, engine: GraphEngine) -> Iterator[str]:
     """Yield a line for each part of the model that ``engine`` cannot put into a graph, nor between its pieces."""
-    if ctx.parallel.tp.size > 1 and not engine.collectives_allowed:
+    if max(ctx.parallel.tp.size, ctx.parallel.ep.size) > 1 and not engine.collectives_allowed:
         yield "the platform's graph engine allows no collectives between ranks"
-    if ctx.parallel.ep.size > ctx.parallel.tp.size:
-        yield "replicas that share experts have steps of unlike sizes"
     if not can_repeat(engine):
         for kernel in ctx.kernel_calls.opaque(engine):
             offer = kernel.offer

@@ -3,6 +3,10 @@
 Every rank of a pipeline stage decides by the step alone, so that all of them replay, capture or run eagerly together. A
 step that one of them cannot capture is captured by none: they exchange verdicts (ReplayCheck). Other stages may do
 otherwise: states travel between graphs, into fixed buffers.
+
+Replicas that share experts capture all graphs when they start, together. A step then has the same number of tokens on
+all of them (StepInput.captured_tokens), and each rank replays its graph of that size. Where a rank has none, it runs
+eagerly at that size, and the others need not do the same.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -141,6 +145,11 @@ class Graphs:
         return type(self.engine).nbytes is not GraphEngine.nbytes
 
     @property
+    def rows(self) -> tuple[ShapeRow, ...]:
+        """The shapes that are captured, row by row."""
+        return tuple(self._rows)
+
+    @property
     def kept(self) -> list[CapturedGraph]:
         """All graphs, the least recently used first."""
         return self._kept.graphs
@@ -157,18 +166,19 @@ class Graphs:
                 needed = row.needs(step)
                 if not needed or (hidden and row.ends[-1] not in ("hidden", "states")):
                     continue
-                if (shape := self._best(row, needed, self._end(row, step))) is not None:
+                sizes = row.sizes_for(needed, step.captured_tokens)
+                if (shape := self._best(row, sizes, self._end(row, step))) is not None:
                     return shape
         return self.eager(step, adapted)
 
-    def _best(self, row: ShapeRow, needed: int, end: End) -> StepShape | None:
-        """The shape of ``row`` for a step of the size ``needed``: the smallest whose graph is there.
+    def _best(self, row: ShapeRow, sizes: Sequence[int], end: End) -> StepShape | None:
+        """The shape of ``row`` for a step that may have any of ``sizes``: the smallest whose graph is there.
 
         A draw that lacks its graph is drawn from the logits of another's. Where no graph is there, it is the smallest
         shape; its graph is captured when the step runs. None where no shape can be captured.
         """
         missed = None
-        for size in row.sizes_for(needed):
+        for size in sizes:
             shape = row.shape(size, end)
             if self._refused and buffers_of(shape) in self._refused:
                 continue
@@ -189,7 +199,8 @@ class Graphs:
 
     def eager(self, step: StepInput, adapted: bool = False) -> StepShape:
         """The shape of ``step`` where it replays no graph."""
-        return StepShape("eager", bucketed(step.num_tokens, self._limits), None, None, self._eager_end, adapted)
+        tokens = step.captured_tokens or bucketed(step.num_tokens, self._limits)
+        return StepShape("eager", tokens, None, None, self._eager_end, adapted)
 
     def buffers(self, shape: StepShape) -> StepBuffers:
         """The fixed buffers of a shape that is not eager."""
@@ -215,7 +226,7 @@ class Graphs:
             self._eager.labels(self._why_eager(step)).inc()
             replicas = [bucketed(count, self._limits) for count in step.replica_tokens]
             return shape.end, self._forward.hidden(inputs, positions, metadata, adapters, replicas)
-        shape, captured = self._prepared(shape, metadata)
+        shape, captured = (self._prepared if step.captured_tokens is None else self._found)(shape, metadata)
         if captured is None:
             self._eager.labels("unrecordable").inc()
             return shape.end, self._function(shape, metadata, None)(**self.buffers(shape).tensors)[-1]
@@ -268,13 +279,14 @@ class Graphs:
     def prepare_ahead(self, free_pages: int = 0) -> None:
         """Capture what the start waits for, largest first so that memory which graphs share is taken once.
 
-        ``capture_next`` captures the other listed graphs. With --wait-for-graphs, and where a third party's kernel is
-        unproven, none is left to it: all verdicts on kernels are known before any request is. Of rows that list nothing
-        it is one shape for each kernel of a plugin. Steps may be tried on pages 1 to ``free_pages`` of the cache, which
-        nobody uses.
+        ``capture_next`` captures the other listed graphs. With --wait-for-graphs, where replicas share experts, and
+        where a third party's kernel is unproven, none is left to it: all verdicts on kernels are known before any
+        request is. Of rows that list nothing it is one shape for each kernel of a plugin. Steps may be tried on pages 1
+        to ``free_pages`` of the cache, which nobody uses.
         """
         unproven = self._has_unproven_kernels()
-        waits = unproven or self._ctx.config.wait_for_graphs
+        config = self._ctx.config
+        waits = unproven or config.wait_for_graphs or config.topology.shares_experts
         for row in self._rows:
             planned = self._planned(row, unproven)
             firsts = {row.shape(size, row.ends[0]) for size in first_sizes(row.sizes)}
@@ -403,7 +415,7 @@ class Graphs:
 
     def _end(self, row: ShapeRow, step: StepInput) -> End:
         """The draw of ``step`` where a graph may hold it."""
-        if row.ends[0] in DRAWS:
+        if row.ends[0] in DRAWS and not step.is_empty:
             draw = self._sampler.plain_draw(step.scheduled)
             if draw is not None and draw not in self._refused_draws:
                 return draw
@@ -419,6 +431,8 @@ class Graphs:
             return "uneven_drafts" if verifies and only_decodes else "prefill"
         if self._ctx.profiler.marks_layers:
             return "layer_profile"
+        if step.captured_tokens == 0:
+            return "unlike_replicas"
         return "unrecordable" if row.sizes_for(row.needs(step)) else "too_large"
 
     def _prepared(
@@ -432,26 +446,33 @@ class Graphs:
         """
         if self._late:
             self._late.discard(shape)
-        if shape.end in self._refused_draws:
-            shape = shape._replace(end="logits")
-        tokens = () if shape.mode == "piecewise" else self._forward.tokens(metadata)
-        holders = self._holders(shape)
-        for holder in holders:
-            if (captured := self._kept.use((holder, tokens))) is not None:
-                return shape, captured
-        if buffers_of(shape) in self._refused:
-            return shape, None
-        self._late.discard(holders[0])
+        shape, captured = self._found(shape, metadata)
+        if captured is not None or buffers_of(shape) in self._refused:
+            return shape, captured
+        holder = self._holders(shape)[0]
+        self._late.discard(holder)
         try:
-            return shape, self._capture((holders[0], tokens), metadata, trials)
+            return shape, self._capture((holder, self._tokens(shape, metadata)), metadata, trials)
         except PlatformError as error:
-            if (end := holders[0].end) in DRAWS:
+            if (end := holder.end) in DRAWS:
                 logger.info("tokens are drawn behind the captured steps, not within: %s", str(error))
                 self._refused_draws.add(end)
                 return self._prepared(shape, metadata, trials)
             self._refused.add(buffers_of(shape))
             self._tell_failure(shape, error)
             return shape, None
+
+    def _found(self, shape: StepShape, metadata: Sequence[AttentionMetadata]) -> tuple[StepShape, Captured | None]:
+        """As ``_prepared``, and None where there is no graph yet."""
+        if shape.end in self._refused_draws:
+            shape = shape._replace(end="logits")
+        tokens = self._tokens(shape, metadata)
+        found = (self._kept.use((holder, tokens)) for holder in self._holders(shape))
+        return shape, next((captured for captured in found if captured is not None), None)
+
+    def _tokens(self, shape: StepShape, metadata: Sequence[AttentionMetadata]) -> Hashable:
+        """The compatibility tokens of ``metadata`` that a graph of ``shape`` depends on."""
+        return () if shape.mode == "piecewise" else self._forward.tokens(metadata)
 
     def _tell_failure(self, shape: StepShape, error: Exception) -> None:
         """Warn of the first shape of a kind that is not captured."""

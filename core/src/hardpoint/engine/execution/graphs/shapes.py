@@ -10,6 +10,7 @@ further difference between shapes is one more field of StepShape: ``adapted`` sa
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
@@ -118,6 +119,8 @@ class ShapeRow:
     def needs(self, step: StepInput) -> int:
         """The size that ``step`` has without padding; 0 where it is of another kind."""
         shares, queries = step.scheduled, self.queries
+        if step.is_empty:
+            return int(queries is None or queries == 1)
         if queries is None:
             if self.ends == ("logits",) and any(share.drafts for share in shares):
                 return 0  # drafts need the logits of several tokens
@@ -127,16 +130,23 @@ class ShapeRow:
         # Decode steps take their lengths from the host.
         return 0 if queries == 1 and any(share.slack for share in shares) else len(shares)
 
-    def sizes_for(self, needed: int) -> tuple[int, ...]:
-        """The sizes that a step may be padded to, best first."""
+    def sizes_for(self, needed: int, tokens: int | None = None) -> tuple[int, ...]:
+        """The sizes that a step may be padded to, best first: the one of so many ``tokens`` where that is given."""
         best = bisect_left(self.sizes, needed)
-        return self.sizes[best:] if self.listed else self.sizes[best : best + 1]
+        sizes = self.sizes[best:] if self.listed else self.sizes[best : best + 1]
+        return sizes if tokens is None else tuple(size for size in sizes if size * (self.queries or 1) == tokens)
 
     def shape(self, size: int, end: End) -> StepShape:
         """The shape of one of ``sizes``."""
         if self.queries is None:
             return StepShape(self.mode, size, self.requests, None, end, self.adapted)
         return StepShape(self.mode, size * self.queries, size, self.queries, end, self.adapted)
+
+
+def captured_tokens(rows: Iterable[ShapeRow], step: StepInput) -> frozenset[int]:
+    """The numbers of tokens to which ``step`` may be padded, to replay a graph that was captured ahead."""
+    needs = [(row, row.needs(step)) for row in rows if row.listed]
+    return frozenset(size * (row.queries or 1) for row, needed in needs if needed for size in row.sizes_for(needed))
 
 
 def shape_rows(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0) -> tuple[ShapeRow, ...]:

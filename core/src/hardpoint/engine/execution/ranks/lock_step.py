@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from hardpoint.config import EngineConfig
 from hardpoint.engine.control import R, Verb
 from hardpoint.engine.execution.executor import Executor, Pending
-from hardpoint.engine.execution.ranks.rounds import Rounds
+from hardpoint.engine.execution.graphs.shapes import captured_tokens
+from hardpoint.engine.execution.ranks.rounds import Rounds, Share, captured_by_all
 from hardpoint.engine.scheduling.step import StepInput
 from hardpoint_plugin_api import EngineDeadError
 
@@ -45,10 +46,15 @@ class LockStepExecutor:
         return self._rounds.has_begun
 
     def submit(self, step: StepInput) -> Pending:
-        """See Executor. Waits for the other replicas' steps, and tells the ranks how many tokens they have."""
+        """See Executor. Waits for the other replicas' steps, and tells the ranks how many tokens they have.
+
+        All are padded to one number of tokens where each replica has graphs of that size.
+        """
         self._ranks.check()
-        counts = self._rounds.agree(step.num_tokens)
-        return self._ranks.submit(replace(step, replica_tokens=counts))
+        shares = self._rounds.agree(Share(step.num_tokens, captured_tokens(self.facts.captured, step)))
+        captured = captured_by_all(shares)
+        tokens = tuple(captured or share.tokens for share in shares)
+        return self._ranks.submit(replace(step, replica_tokens=tokens, captured_tokens=captured))
 
     def keep_up(self) -> None:
         """See Executor. Nobody waits for an empty step: the replicas that began the round wait for theirs."""

@@ -1,4 +1,4 @@
-"""Rounds: before each step the cores of replicas that share experts tell each other how many tokens it has.
+"""Rounds: before each step the cores of replicas that share experts tell each other of what size it is.
 
 A core that has a step begins a round, and each other core answers with its own step, or an empty one. No core begins
 another round before all have answered. So ranks of all replicas run the same number of steps in the same order, and
@@ -11,8 +11,9 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Self
@@ -26,9 +27,33 @@ CLOSED = "the engine is closed"
 _GRACE = 0.5
 """Seconds for a replica that is gone to be missed where all are watched, and its end be told with its reason."""
 _RETRY_SECONDS = 0.01
-_TOKENS = struct.Struct("<q")
-_LEAVES = -1
-"""In place of a number of tokens: the replica is being closed."""
+_NUMBER = struct.Struct("<q")
+_LEAVES = b""
+"""In place of a step: the replica is being closed."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One replica's step: its number of ``tokens``, and the numbers to which it may be padded to replay a graph."""
+
+    tokens: int
+    captured: frozenset[int] = frozenset()
+
+    @property
+    def packed(self) -> bytes:
+        """The share as ``unpack`` reads it."""
+        return b"".join(map(_NUMBER.pack, (self.tokens, *self.captured)))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """The share of ``packed``."""
+        tokens, *captured = (number for (number,) in _NUMBER.iter_unpack(data))
+        return cls(tokens, frozenset(captured))
+
+
+def captured_by_all(shares: Iterable[Share]) -> int:
+    """The least number of tokens to which all replicas' steps may be padded to replay graphs; 0: there is none."""
+    return min(frozenset.intersection(*(share.captured for share in shares)), default=0)
 
 
 class Rounds:
@@ -37,7 +62,7 @@ class Rounds:
     def __init__(self, replica: int, others: dict[int, Connection], seconds: float) -> None:
         """``others``: a connection to each other replica, by its number. A round waits for them ``seconds``."""
         self._replica, self._others, self._seconds = replica, others, seconds
-        self._counts: dict[int, deque[int]] = {number: deque() for number in others}
+        self._shares: dict[int, deque[Share]] = {number: deque() for number in others}
         self._changed = threading.Condition()
         self._lost: str | None = None
         self._is_closed = self._has_left = False
@@ -63,31 +88,31 @@ class Rounds:
         with listener:
             for number in range(replica):
                 others[number] = _connected(folder / f"core-{number}", number, patience)
-                others[number].send_bytes(_TOKENS.pack(replica))
+                others[number].send_bytes(_NUMBER.pack(replica))
             for _ in range(replica + 1, replicas):
                 connection = listener.accept()
-                others[_TOKENS.unpack(connection.recv_bytes())[0]] = connection
+                others[_NUMBER.unpack(connection.recv_bytes())[0]] = connection
         return cls(replica, others, seconds)
 
     @property
     def has_begun(self) -> bool:
         """Whether another replica waits for this one's step."""
-        return any(self._counts.values())
+        return any(self._shares.values())
 
-    def agree(self, tokens: int) -> tuple[int, ...]:
-        """Tell the other replicas that this one's step has ``tokens``; returns the number of each, in their order.
+    def agree(self, own: Share) -> tuple[Share, ...]:
+        """Tell the other replicas of this one's step; returns those of all, in the order of the replicas.
 
         Waits for the others. Raises EngineDeadError where one is gone or does not answer.
         """
         for connection in self._others.values():
             with suppress(OSError):  # it is gone: the reader says so
-                connection.send_bytes(_TOKENS.pack(tokens))
+                connection.send_bytes(own.packed)
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or all(self._counts.values()), self._seconds)
-            if all(self._counts.values()):
-                counts = {number: each.popleft() for number, each in self._counts.items()} | {self._replica: tokens}
-                return tuple(counts[number] for number in sorted(counts))
-            silent = ", ".join(str(number) for number, each in self._counts.items() if not each)
+            self._changed.wait_for(lambda: self._ended or all(self._shares.values()), self._seconds)
+            if all(self._shares.values()):
+                shares = {number: each.popleft() for number, each in self._shares.items()} | {self._replica: own}
+                return tuple(shares[number] for number in sorted(shares))
+            silent = ", ".join(str(number) for number, each in self._shares.items() if not each)
         raise EngineDeadError(
             self._ended
             or f"replica {silent} did not take part in a step within {self._seconds:g} seconds (--step-timeout)"
@@ -114,7 +139,7 @@ class Rounds:
         for connection in self._others.values():
             if not is_lost:
                 with suppress(OSError):
-                    connection.send_bytes(_TOKENS.pack(_LEAVES))
+                    connection.send_bytes(_LEAVES)
             shut(connection)
         self._reader.join()
         for connection in self._others.values():
@@ -128,29 +153,28 @@ class Rounds:
         listening: dict[object, int] = {connection: number for number, connection in self._others.items()}
         while listening:
             for each in wait(list(listening)):  # type: ignore[arg-type]  # connections
-                tokens = _received(self._others[listening[each]])
-                if tokens is None and not self._is_closed:
+                data = _received(self._others[listening[each]])
+                if data is None and not self._is_closed:
                     time.sleep(_GRACE)
                 with self._changed:
                     number = listening[each]
-                    if tokens is None or tokens == _LEAVES:
+                    if not data:
                         del listening[each]
-                        self._is_closed |= tokens == _LEAVES
+                        self._is_closed |= data == _LEAVES
                         if not self._is_closed:
                             self._lost = f"replica {number} is gone, with which this one shares experts"
                     else:
-                        self._counts[number].append(tokens)
+                        self._shares[number].append(Share.unpack(data))
                     self._changed.notify_all()
                 self._notify()
 
 
-def _received(connection: Connection) -> int | None:
-    """The number of a replica, None where it is gone."""
+def _received(connection: Connection) -> bytes | None:
+    """The message of a replica, None where it is gone."""
     try:
-        tokens: int = _TOKENS.unpack(connection.recv_bytes())[0]
+        return connection.recv_bytes()
     except (EOFError, OSError):
         return None
-    return tokens
 
 
 def _connected(address: Path, number: int, patience: float) -> Connection:
