@@ -141,7 +141,7 @@ def capturing_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("capturing_prompts")
 def test_a_prompt_beside_another_replicas_decodes(mixture: tuple[Path, PreTrainedModel]) -> None:
-    """The decodes are padded to the prompt's size. What no graph can end with runs eagerly at that size."""
+    """The decodes are padded to its size. Steps with prompt log-probabilities have no graph, and run eagerly so."""
     folder, model = mixture
     with sharing_replicas(folder, **SETTINGS) as core:
         decoding = add(core, PROMPTS[0], GREEDY, data_parallel_rank=0)
