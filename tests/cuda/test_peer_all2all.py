@@ -40,6 +40,7 @@ def check(given: Given, steps: Sequence[Step], folder: Path) -> None:
         (2, "float32", 2100),
         pytest.param(2, "float32", 24, marks=pytest.mark.nightly),
         pytest.param(4, "float32", 2100, marks=pytest.mark.nightly),
+        pytest.param(8, "bfloat16", 24, marks=pytest.mark.nightly),
     ],
 )
 def test_steps(ranks: int, dtype: str, hidden: int, tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_steps(ranks: int, dtype: str, hidden: int, tmp_path: Path) -> None:
     workload = replace(WORKLOAD, ranks=ranks, dtype=dtype, num_experts=3 * ranks, hidden_size=hidden)
     rows = [(6, 6, 6, 6), (2, 7, 0, 4), (0, 0, 0, 0), (1, 0, 0, 5), (7, 3, 2, 1)]
     steps = [
-        draw(workload, some[:ranks], number, quantized=number % 3 == 1, is_expected=number % 2 == 0)
+        draw(workload, (some * 2)[:ranks], number, quantized=number % 3 == 1, is_expected=number % 2 == 0)
         for number, some in enumerate(rows)
     ]
     check(Given(workload, max_tokens=7 * ranks), [*steps, steps[0]], tmp_path)

@@ -1,10 +1,11 @@
-"""The all-to-all over peer memory between two GPUs, each rank a process: eager, captured, and broken off."""
+"""The all-to-all over peer memory between GPUs of one host, each rank a process: eager, captured, and broken off."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,28 +19,22 @@ pytestmark = pytest.mark.accelerator
 EXPERTS = 16
 WORKLOAD = All2AllWorkload(dtype="bfloat16", parallel="ep", ranks=2, num_experts=EXPERTS, top_k=4, hidden_size=2048)
 TOKENS = (1, 3, 64, 700)
-SETTINGS = RankSettings(2, "bfloat16", "cuda", all2all="cuda_peer_memory", tokens=1024)
-
-
-@pytest.fixture(autouse=True)
-def two_devices() -> None:
-    if torch.version.cuda is None or torch.accelerator.device_count() < 2:
-        pytest.skip("needs two of NVIDIA's devices")
+RANKS = pytest.mark.parametrize("ranks", [2, 4, 8])
 
 
 def joined(at: BenchRank) -> PeerAll2All:
-    """This rank's all-to-all, which has met the other's."""
-    group = at.group("ep")
+    """This rank's all-to-all, which has met the others'."""
+    group, workload = at.group("ep"), replace(WORKLOAD, ranks=at.settings.ranks)
     ctx = at.context(group)
-    offer = ctx.select(WORKLOAD).offer
-    made = PeerAll2All(ctx, WORKLOAD)
+    offer = ctx.select(workload).offer
+    made = PeerAll2All(ctx, workload)
     ctx.adopt(offer, made, group)
     at.open(group, "tried")
     return made
 
 
 def drawn(rows: list[int], seed: int) -> Step:
-    """A step of both ranks, on the host."""
+    """A step of all ranks, on the host."""
     return draw(WORKLOAD, rows, 1000 * seed + sum(rows), quantized=False, is_expected=True)
 
 
@@ -55,7 +50,7 @@ def take_step(made: PeerAll2All, own: tuple[torch.Tensor, ...], rows: list[int],
     sent = made.dispatch(x, None, ids, weights)
     assert sent.ids is not None
     assert sent.weights is not None
-    y = by_own_experts(sent.x, sent.ids, sent.weights, rank * EXPERTS // 2, x.dtype)
+    y = by_own_experts(sent.x, sent.ids, sent.weights, rank * EXPERTS // len(rows), x.dtype)
     out = torch.full_like(x, float("nan"))
     made.combine(y, sent.handle, out)
     return out
@@ -68,10 +63,10 @@ def check(out: torch.Tensor, step: Step, rank: int) -> None:
 
 def exchange(at: BenchRank) -> int:
     """Steps of unlike numbers of tokens, many in a row without a wait between them; then captured ones, replayed."""
-    made, compared = joined(at), 0
+    made, compared, ranks = joined(at), 0, at.settings.ranks
     for seed in range(3):
         for count in TOKENS:
-            rows = [count, max(0, count - 3)] if seed % 2 else [count, count]
+            rows = [max(0, count - 3 * rank) for rank in range(ranks)] if seed % 2 else [count] * ranks
             steps = [drawn(rows, 100 * seed + n) for n in range(10)]
             all_given = [given(step, at) for step in steps]
             results = [take_step(made, own, rows, at.rank) for own in all_given]
@@ -79,13 +74,13 @@ def exchange(at: BenchRank) -> int:
                 check(out, step, at.rank)
                 compared += 1
     for count in TOKENS:
-        own = given(drawn([count, count], 0), at)
+        own = given(drawn([count] * ranks, 0), at)
         at.meet()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = take_step(made, own, [count, count], at.rank)
+            out = take_step(made, own, [count] * ranks, at.rank)
         for seed in range(20):
-            step = drawn([count, count], seed)
+            step = drawn([count] * ranks, seed)
             for place, new in zip(own, given(step, at), strict=True):
                 place.copy_(new)
             graph.replay()
@@ -112,14 +107,17 @@ def break_off(at: BenchRank) -> float:
     return time.monotonic() - began
 
 
-def on_two(act: Callable[[BenchRank], float]) -> float:
+def on_devices(ranks: int, act: Callable[[BenchRank], float]) -> float:
     """Rank 0's result."""
-    return on_ranks(SETTINGS, act)
+    if torch.version.cuda is None or torch.accelerator.device_count() < ranks:
+        pytest.skip(f"needs {ranks} of NVIDIA's devices")
+    return on_ranks(RankSettings(ranks, "bfloat16", "cuda", all2all="cuda_peer_memory", tokens=1024), act)
 
 
-def test_tokens_come_back() -> None:
-    assert on_two(exchange) == 3 * len(TOKENS) * 10 + 20 * len(TOKENS)
+@RANKS
+def test_tokens_come_back(ranks: int) -> None:
+    assert on_devices(ranks, exchange) == 3 * len(TOKENS) * 10 + 20 * len(TOKENS)
 
 
 def test_a_rank_that_leaves_frees_its_device() -> None:
-    assert 0.9 < on_two(break_off) < 2.9
+    assert 0.9 < on_devices(2, break_off) < 2.9

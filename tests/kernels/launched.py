@@ -36,6 +36,7 @@ from hardpoint.numerics import calibrate, quantize_weight
 from hardpoint.plugin_host import Offer, discover
 from hardpoint_plugin_api import (
     AttentionSpec,
+    BatchedExpertsCall,
     CheckContext,
     DeviceInfo,
     ExpertsCall,
@@ -255,6 +256,7 @@ class Caller:
                 dtype="bfloat16",
                 spec=pair,
                 activation="silu_and_mul",
+                format=target.format,
                 num_experts=count,
                 top_k=top_k,
                 hidden_size=hidden,
@@ -270,8 +272,12 @@ class Caller:
             packed = kernel.prepack(slots)
             for tokens in (1, 16, 64, 512, 4096):
                 x, ids = torch.randn(tokens, hidden).bfloat16(), torch.randint(0, count, (tokens, top_k)).int()
-                space = torch.zeros(kernel.workspace_bytes(tokens), dtype=torch.uint8)
-                kernel.apply(ExpertsCall(x, ids, torch.rand(tokens, top_k), packed, torch.empty_like(x), space))
+                space = torch.zeros(kernel.workspace_bytes(count * tokens), dtype=torch.uint8)
+                if target.format == "batched":
+                    x, counts = x.expand(count, -1, -1).contiguous(), torch.full((count,), tokens, dtype=torch.int32)
+                    kernel.apply(BatchedExpertsCall(x, counts, packed, torch.empty_like(x), space))
+                else:
+                    kernel.apply(ExpertsCall(x, ids, torch.rand(tokens, top_k), packed, torch.empty_like(x), space))
 
     def _build(self) -> PluginConfigOnly:
         return PluginConfigOnly({}, device=self.device, tuning_folders=self.folders)

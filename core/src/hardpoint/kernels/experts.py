@@ -8,7 +8,6 @@ Axes: T tokens, K experts of a token, P = T * K pairs, E experts, H hidden, I wi
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,17 +16,15 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hardpoint.experts.middle import is_gated, unsupported_activation
+from hardpoint.experts.middle import unsupported_activation
 from hardpoint.kernels.experts_tiling import LayerShape, Tiling, TilingTable
-from hardpoint.kernels.grouped_matmul import expert_tiles, sum_of_results
+from hardpoint.kernels.grouped_matmul import expert_tiles
 from hardpoint.kernels.launch import begun, in_stages_that_fit
-from hardpoint.kernels.pair_lists import PairLists
+from hardpoint.kernels.paired_experts import BatchedPairs, PairedExperts, Pairs
 from hardpoint.kernels.quantize import quantize_rows
 from hardpoint_plugin_api import (
     BuildContext,
     DeviceInfo,
-    ExpertsCall,
-    ExpertsKernel,
     ExpertsWorkload,
     QuantSpec,
     Reason,
@@ -35,7 +32,6 @@ from hardpoint_plugin_api import (
 
 _LEAST_HALVED = 128
 """Rows of tiles of which half as many are still worth the whole width of a matrix unit."""
-_ALIGNMENT = 256
 _DEPTH_OF_SHORT_GROUPS = 64
 """Columns of a round whose groups of 16 are scaled one by one: of 128, the compiler for sm_90 spilled registers."""
 
@@ -87,26 +83,19 @@ class _Form:
         return min(wanted, self.group or wanted, self.x_group or wanted, short)
 
 
-class TritonGroupedExperts(ExpertsKernel):
+class TritonGroupedExperts(PairedExperts[Tiling]):
     """Weights as they are stored. Tiles are those tuned for the device and the experts' shape, or chosen by rule.
 
     ``shape`` is what its tiles depend on, and ``rows_of_w13`` are an expert's.
     """
 
+    most_rows = TilingTable.most_rows
+
     def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
         super().__init__(ctx, workload)
-        assert workload.num_experts is not None
-        assert workload.top_k is not None
-        assert workload.activation is not None
-        assert workload.hidden_size is not None
-        assert workload.intermediate_size is not None
-        self._top_k, self._lists = workload.top_k, PairLists(workload.num_experts)
-        self._hidden, self._width = workload.hidden_size, workload.intermediate_size
-        self._form = _Form.of(workload)
-        self._activation, self._gated = workload.activation.removesuffix("_and_mul"), is_gated(workload.activation)
-        form = self._form
+        self._form = form = _Form.of(workload)
         self.shape = LayerShape(
-            workload.num_experts, self._width, self._hidden, ctx.dtype.itemsize, form.element, form.by_round
+            self._experts, self._width, self._hidden, ctx.dtype.itemsize, form.element, form.by_round
         )
         self.rows_of_w13 = self._width * (2 if self._gated else 1)
         self._tilings = TilingTable.of(ctx, self.shape)
@@ -131,35 +120,17 @@ class TritonGroupedExperts(ExpertsKernel):
             reasons.append(Reason("dtype", "sums of products of 8-bit floats", wanted="float32", supported=supported))
         return reasons
 
-    def workspace_bytes(self, rows: int) -> int:
-        """For both matmuls' results, and the list of pairs by expert with the counts that it is made from."""
-        return sum(map(_aligned, self._sizes(rows * self._top_k)))
+    def tiling(self, pairs: int) -> Tiling:
+        return self._tilings.of_pairs(pairs)
 
-    def _sizes(self, pairs: int) -> tuple[int, int, int]:
-        """Bytes of the first matmul's results, of the second's, and of lists (at their longest)."""
-        itemsize = self.ctx.dtype.itemsize
-        lists = self._lists.nbytes(pairs, self._tilings.most_rows)
-        return pairs * self._width * itemsize, pairs * self._hidden * itemsize, lists
-
-    def apply(self, call: ExpertsCall) -> None:
-        if pairs := call.ids.numel():
-            self.run(self._tilings.of_pairs(pairs), call)
-
-    def run(self, tiling: Tiling, call: ExpertsCall) -> None:
-        """``apply`` in the given tiles, of at least one token."""
-        x, ids, w = call.x, call.ids, call.w
-        tokens, top_k = ids.shape
-        pairs, width, hidden = tokens * top_k, self._width, self._hidden
-        sizes = _padded(self._sizes(pairs), call.workspace.numel())
-        first, second, lists = call.workspace.split_with_sizes(sizes)[:3]
-        middle = first.view(x.dtype)[: pairs * width]
-        results = second.view(x.dtype)[: pairs * hidden]
-        rows = tiling.rows
-        pair_list = self._lists.of(ids, lists, rows)
+    def multiply(self, tiling: Tiling, pairs: Pairs) -> None:
+        x, ids, w = pairs.x, pairs.ids, pairs.w
+        num_pairs, rows = ids.numel(), tiling.rows
+        pair_list = self._lists.of(ids, pairs.lists, rows)
         form = self._form
         for name, shape, source, divisor, target, columns, depth in (
-            ("w13", tiling.w13, x, top_k, middle, width, hidden),
-            ("w2", tiling.w2, middle.view(pairs, width), 1, results, hidden, width),
+            ("w13", tiling.w13, x, ids.shape[1], pairs.middle, self._width, self._hidden),
+            ("w2", tiling.w2, pairs.middle, 1, pairs.results, self._hidden, self._width),
         ):
             is_first, weight, x_scale = name == "w13", w[f"{name}.weight"], None
             if form.rounding is not None:
@@ -177,7 +148,7 @@ class TritonGroupedExperts(ExpertsKernel):
                 target,
                 ids,
                 pair_list.listed,
-                pairs,
+                num_pairs,
                 columns,
                 depth,
                 divisor,
@@ -201,15 +172,17 @@ class TritonGroupedExperts(ExpertsKernel):
             kind = form, x.dtype, rows, shape, is_first, described, x.device
             grid = (pair_list.tiles * triton.cdiv(columns, shape.columns),)
             in_stages_that_fit(kind, shape.num_stages, partial(_launch, grid, shape.num_warps, x, arguments))
-        block = min(triton.next_power_of_2(hidden), 1024 if tokens >= 64 else 256)
-        sum_of_results[tokens, triton.cdiv(hidden, block)](
-            results, ids, call.weights, call.out, hidden, top_k, block, num_warps=4, **begun(x)
-        )
 
     def _description(self, weight: torch.Tensor, columns: int, depth: int) -> TensorDescriptor:
         """All experts' rows as one matrix, read in blocks. It is not kept, since it would keep the weight."""
         block = [columns, depth // 2 if self._form.nibbles else depth]
         return TensorDescriptor.from_tensor(weight.flatten(0, 1), block)
+
+
+class TritonBatchedExperts(BatchedPairs):
+    """The same over batches."""
+
+    kind = TritonGroupedExperts
 
 
 def _launch(grid: tuple[int], num_warps: int, x: torch.Tensor, arguments: tuple[Any, ...], num_stages: int) -> None:
@@ -224,13 +197,3 @@ def _as_read(scales: torch.Tensor | None) -> torch.Tensor | None:
 def _can_be_described(weight: torch.Tensor) -> bool:
     """Whether rows begin where descriptors want them."""
     return weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.itemsize % 16 == 0
-
-
-def _aligned(size: int) -> int:
-    return math.ceil(size / _ALIGNMENT) * _ALIGNMENT
-
-
-def _padded(sizes: tuple[int, ...], total: int) -> list[int]:
-    """Sizes rounded up, and what remains of ``total``."""
-    aligned = [_aligned(size) for size in sizes]
-    return [*aligned, total - sum(aligned)]

@@ -8,7 +8,6 @@ Axes: T tokens, K experts of a token, P = T * K pairs, E experts, H hidden, I wi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,20 +16,17 @@ import torch
 import triton
 import triton.language as tl
 
-from hardpoint.experts.middle import is_gated, unsupported_activation
+from hardpoint.experts.middle import unsupported_activation
 from hardpoint.kernels.activation import activate, gated
 from hardpoint.kernels.four_bit_tiles import STEP, TILE_ROWS, FourBitTiles, unsupported_groups
-from hardpoint.kernels.grouped_matmul import sum_of_results
 from hardpoint.kernels.launch import begun, in_stages_that_fit
-from hardpoint.kernels.pair_lists import PairList, PairLists, pairs_of_tile
+from hardpoint.kernels.pair_lists import PairList, pairs_of_tile
+from hardpoint.kernels.paired_experts import BatchedPairs, PairedExperts, Pairs
 from hardpoint.kernels.tables import table_of
 from hardpoint.kernels.tile_product import tile_product
-from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsCall, ExpertsKernel, ExpertsWorkload, Reason
+from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsWorkload, Reason
 from hardpoint_plugin_api.experts import MATRICES, expert_matrix
 
-_MOST_ROWS = 128
-"""Of a tile."""
-_ALIGNMENT = 256
 _FACTS: Mapping[str, type] = {"rows": int, "pairs": int, "itemsize": int}
 
 
@@ -49,25 +45,17 @@ class ExpertTiles:
     split: bool = False
 
 
-class TritonTiledExperts(ExpertsKernel):
+class TritonTiledExperts(PairedExperts[ExpertTiles]):
     """4-bit integers, or e2m1 with scales of a byte; activations as they are."""
 
     layout = "triton_experts_int4_tiles"
+    most_rows = 128
 
     def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
         super().__init__(ctx, workload)
         assert workload.spec is not None
-        assert workload.num_experts is not None
-        assert workload.top_k is not None
-        assert workload.activation is not None
-        assert workload.hidden_size is not None
-        assert workload.intermediate_size is not None
-        self._experts, self._top_k = workload.num_experts, workload.top_k
-        self._hidden, self._width = workload.hidden_size, workload.intermediate_size
         spec, dtype = workload.spec[0], ctx.dtype
         self._tiles = {"w13": FourBitTiles(spec, self._hidden, dtype), "w2": FourBitTiles(spec, self._width, dtype)}
-        self._activation, self._gated = workload.activation.removesuffix("_and_mul"), is_gated(workload.activation)
-        self._lists = PairLists(self._experts)
         self._cuts = table_of(ctx, "experts_int4", ExpertTiles, _FACTS)
 
     @classmethod
@@ -85,17 +73,6 @@ class TritonTiledExperts(ExpertsKernel):
             if columns is not None and columns % least:
                 reasons.append(Reason(name, name, wanted=str(columns), supported=f"multiples of {least}"))
         return reasons
-
-    def workspace_bytes(self, rows: int) -> int:
-        """For both matmuls' results, and the list of pairs by expert."""
-        return sum(self._sizes(rows * self._top_k))
-
-    def _sizes(self, pairs: int) -> tuple[int, int, int]:
-        """Bytes of the first matmul's results, of the second's, and of lists (at their longest)."""
-        itemsize = self.ctx.dtype.itemsize
-        sizes = pairs * self._width * itemsize, pairs * self._hidden * itemsize, self._lists.nbytes(pairs, _MOST_ROWS)
-        first, second, lists = (math.ceil(size / _ALIGNMENT) * _ALIGNMENT for size in sizes)
-        return first, second, lists
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Each expert's matrix as ``FourBitTiles.packed`` has it; rows of a gate and of what it gates by turns."""
@@ -121,41 +98,15 @@ class TritonTiledExperts(ExpertsKernel):
             found["w13"] = found["w13"].unflatten(1, (self._width, 2)).transpose(1, 2).flatten(1, 2)
         return found
 
-    def apply(self, call: ExpertsCall) -> None:
-        if pairs := call.ids.numel():
-            rows = -(-pairs // self._experts)
-            self.run(self._cuts.find(rows=rows, pairs=pairs, itemsize=call.x.element_size()), call)
+    def tiling(self, pairs: int) -> ExpertTiles:
+        rows = -(-pairs // self._experts)
+        return self._cuts.find(rows=rows, pairs=pairs, itemsize=self.ctx.dtype.itemsize)
 
-    def run(self, cut: ExpertTiles, call: ExpertsCall) -> None:
-        """``apply`` in the given tiles, of at least one token."""
-        x, ids = call.x, call.ids
-        tokens, top_k = ids.shape
-        pairs = tokens * top_k
-        sizes = self._sizes(pairs)
-        first, second, scratch = call.workspace[: sum(sizes)].split_with_sizes(sizes)
-        middle = first.view(x.dtype)[: pairs * self._width].view(pairs, self._width)
-        results = second.view(x.dtype)[: pairs * self._hidden].view(pairs, self._hidden)
-        pair_list = self._lists.of(ids, scratch, cut.rows)
-        self._multiply("w13", cut, x, middle, pair_list, call)
-        self._multiply("w2", cut, middle, results, pair_list, call)
-        block = min(triton.next_power_of_2(self._hidden), 1024 if tokens >= 64 else 256)
-        sum_of_results[tokens, triton.cdiv(self._hidden, block)](
-            results, ids, call.weights, call.out, self._hidden, top_k, block, num_warps=4, **begun(x)
-        )
-
-    def _multiply(
-        self,
-        name: str,
-        cut: ExpertTiles,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        pair_list: PairList,
-        call: ExpertsCall,
-    ) -> None:
-        """``out`` [P, columns]: rows of ``x`` [T or P, K] times the matrix ``name`` of their experts."""
-        kind = name, cut, self.workload, call.x.device
-        launch = partial(self._launch, name, cut, x, out, pair_list, call)
-        in_stages_that_fit(kind, cut.num_stages, launch)
+    def multiply(self, tiling: ExpertTiles, pairs: Pairs) -> None:
+        pair_list = self._lists.of(pairs.ids, pairs.lists, tiling.rows)
+        for name, x, out in (("w13", pairs.x, pairs.middle), ("w2", pairs.middle, pairs.results)):
+            launch = partial(self._launch, name, tiling, x, out, pair_list, pairs)
+            in_stages_that_fit((name, tiling, self.workload, x.device), tiling.num_stages, launch)
 
     def _launch(
         self,
@@ -164,10 +115,11 @@ class TritonTiledExperts(ExpertsKernel):
         x: torch.Tensor,
         out: torch.Tensor,
         pair_list: PairList,
-        call: ExpertsCall,
+        pairs: Pairs,
         num_stages: int,
     ) -> None:
-        w, tiles, is_first = call.w, self._tiles[name], name == "w13"
+        """``out`` [P, columns]: rows of ``x`` [P / K or P, .] times the matrix ``name`` of their experts."""
+        w, tiles, is_first = pairs.w, self._tiles[name], name == "w13"
         n = out.shape[1] * (2 if is_first and self._gated else 1)
         words, scales = w[f"{name}.weight"], w[f"{name}.weight_scale"]
         split = cut.num_warps if cut.split else 1
@@ -179,7 +131,7 @@ class TritonTiledExperts(ExpertsKernel):
             w.get(f"{name}.weight_scale_2"),
             w.get(f"{name}.bias"),
             out,
-            call.ids,
+            pairs.ids,
             pair_list.listed,
             out.shape[0],
             n,
@@ -187,7 +139,7 @@ class TritonTiledExperts(ExpertsKernel):
             words.shape[2],
             words.stride(0),
             scales.stride(0),
-            self._top_k if is_first else 1,
+            pairs.ids.shape[1] if is_first else 1,
             ACTIVATION=self._activation if is_first else None,
             GATED=is_first and self._gated,
             GROUP=tiles.group,
@@ -206,6 +158,13 @@ class TritonTiledExperts(ExpertsKernel):
             num_stages=num_stages,
             **begun(x),
         )
+
+
+class TritonBatchedTiledExperts(BatchedPairs):
+    """The same over batches."""
+
+    layout = TritonTiledExperts.layout
+    kind = TritonTiledExperts
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
