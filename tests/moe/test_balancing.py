@@ -21,7 +21,7 @@ from hardpoint.experts.balance import BalancedExperts, balanced_experts
 from hardpoint.experts.placement import POOR, Placement
 from hardpoint_plugin_api import ConfigError
 from tests.moe.test_in_engine import write_mixture
-from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads
+from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads, sharing_replicas
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -114,7 +114,7 @@ def test_tokens_stay_the_same(
     folder, model = mixture
     prompts = random_prompts(5, 30, seed=4)
     with (
-        caplog.at_level("INFO", logger="hardpoint.engine.expert_balancing"),
+        caplog.at_level("INFO", logger="hardpoint.engine.execution.ranks.expert_balancing"),
         ranks_in_threads(folder, ranks, max_num_seqs=4, **OFTEN, **settings) as llm,
     ):
         outputs = llm.generate(prompts, GREEDY)
@@ -126,6 +126,29 @@ def test_tokens_stay_the_same(
     for prompt, output in zip(prompts, outputs, strict=True):
         check_tokens_equal(model, prompt, output.outputs[0].token_ids)
     assert any("experts moved in" in message for message in caplog.messages)
+
+
+def test_replicas_that_share_experts(mixture: tuple[Path, PreTrainedModel], caplog: pytest.LogCaptureFixture) -> None:
+    """The tokens of all replicas count, those of empty steps too, and experts move between the replicas."""
+    folder, model = mixture
+    prompts = random_prompts(3, 30, seed=4)
+    with (
+        caplog.at_level("INFO", logger="hardpoint.engine.execution.ranks.expert_balancing"),
+        sharing_replicas(folder, num_redundant_experts=2, **OFTEN) as core,
+    ):
+        requests = [core.add_request(prompt, GREEDY, frozenset(), data_parallel_rank=1) for prompt in prompts]
+        while any(request.finish_reason is None for request in requests):
+            core.step()
+        replicas = [own for each in ThreadsExecutor.alive if not each._closing for own in each.blueprints]
+        per_rank = [balanced_experts(blueprint.ctx) for blueprint in replicas]
+        assert [len(layers) for layers in per_rank] == [3, 3]
+        for first, second in zip(*per_rank, strict=True):
+            assert first.placement == second.placement
+        assert any(layer.placement != layer._first for layer in per_rank[0])
+    for prompt, request in zip(prompts, requests, strict=True):
+        check_tokens_equal(model, prompt, request.output_token_ids)
+    rounds = [message for message in caplog.messages if "experts moved in" in message]
+    assert 4 <= len(rounds) <= 7, "every 4 steps, told by one replica"
 
 
 @pytest.mark.parametrize("quantization", ["int8", "mxfp4"])

@@ -5,12 +5,13 @@ Sweeps over many engines run so, since a process takes seconds to start; tests o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from unittest.mock import patch
 
 from torch._C._distributed_c10d import HashStore
@@ -32,7 +33,9 @@ T = TypeVar("T")
 
 
 class ThreadsExecutor(RanksExecutor):
-    """Every rank in a thread; otherwise like ranks in processes."""
+    """Every rank in a thread; otherwise like ranks in processes. ``alive`` are those of all engines."""
+
+    alive: ClassVar[weakref.WeakSet[ThreadsExecutor]] = weakref.WeakSet()
 
     def __init__(self, blueprint: Blueprint) -> None:
         config, choices = blueprint.config, Choices.of(blueprint)
@@ -40,6 +43,7 @@ class ThreadsExecutor(RanksExecutor):
         specs = [RankSpec(config, topology.on_this_host(rank), choices) for rank in range(topology.size)]
         self.threads = start_threads(specs, FileStore(f"{config.meeting}/store", -1) if config.meeting else None)
         super().__init__(config, self.threads)
+        self.alive.add(self)
 
     @property
     def blueprints(self) -> list[Blueprint]:

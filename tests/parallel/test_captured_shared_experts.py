@@ -106,6 +106,7 @@ def counted(core: Replicas) -> list[Counter[str]]:
         {},
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.nightly),
         pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.nightly),
+        pytest.param({"enable_eplb": True, "eplb_step_interval": 4, "eplb_window_size": 3}, marks=pytest.mark.nightly),
         pytest.param({"async_scheduling": True, "data_parallel_size": 4}, marks=pytest.mark.nightly),
     ],
     ids=str,

@@ -121,7 +121,6 @@ class EngineConfig(EngineSettings):
             raise ConfigError(f"{shared}, and this server has {here}; {own}")
         unfit = {
             "executor": self.executor not in (None, "mp"),
-            "enable_eplb": self.enable_eplb,
             "on_engine_failure": self.restarts_engine,
         }
         for key in (key for key, is_unfit in unfit.items() if is_unfit):

@@ -24,7 +24,6 @@ from hardpoint.engine.execution.kernel_switch import PrepareKernels, SwitchKerne
 from hardpoint.engine.execution.memory.holdings import Holdings
 from hardpoint.engine.execution.rank_verbs import Synchronize
 from hardpoint.engine.execution.worker import Worker, planners_of_exact_lengths
-from hardpoint.engine.expert_balancing import ExpertBalancing
 from hardpoint.engine.kernel_builds import KernelBuilds
 from hardpoint.engine.late_captures import LateCaptures
 from hardpoint.engine.locations import tokenizer_of
@@ -75,7 +74,6 @@ class EngineCore:
 
     def __post_init__(self) -> None:
         self.captures = LateCaptures(self.executor)
-        self._balancing = ExpertBalancing(self.executor, self.blueprint.config)
         self._take_stock()
 
     @classmethod
@@ -278,7 +276,6 @@ class EngineCore:
         self._settle()
         self._switch_kernels()
         self.captures.between_steps()
-        self._balancing.between_steps()
         began = time.perf_counter()
         expired = self.scheduler.expire(time.monotonic())
         while len(self._submitted) <= self._ahead and not self.scheduler.needs_values:

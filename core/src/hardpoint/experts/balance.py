@@ -91,7 +91,7 @@ class BalancedExperts(PlacedExperts):
 
     def balance(self) -> Balanced:
         """Place the experts by their loads, move their weights, and count anew. Every rank of the stage must call
-        it."""
+        it, on all replicas that share experts."""
         loads: list[float] = self._common_loads().tolist()
         before, target = self.placement, self.placement.balanced(loads)
         moves = before.moves_to(target)
@@ -104,7 +104,8 @@ class BalancedExperts(PlacedExperts):
         loads = self._loads.float()
         if self._is_partial:
             loads = self._ep.all_reduce(loads)
-        self._tp.broadcast(loads, 0)
+        everyone = self._ep if self._ep.size > self._tp.size else self._tp
+        everyone.broadcast(loads, 0)
         return loads
 
     def _place(self, placement: Placement) -> None:

@@ -25,6 +25,7 @@ from typing import cast
 from hardpoint.config import EngineConfig
 from hardpoint.engine.control import R, Verb
 from hardpoint.engine.execution.executor import Pending
+from hardpoint.engine.execution.ranks.expert_balancing import ExpertBalancing
 from hardpoint.engine.execution.ranks.rank_process import RankFailed, RankReady, RankReport
 from hardpoint.engine.execution.worker import WorkerFacts
 from hardpoint.engine.processes import child_process
@@ -124,6 +125,7 @@ class RanksExecutor:
         self._owner = os.getpid()
         atexit.register(self._at_exit)  # runs before multiprocessing's own, which waits for children
         self.facts = self._wait_until_ready()
+        self._balancing = ExpertBalancing(self, config)
 
     def _wait_until_ready(self) -> WorkerFacts:
         patience = float(self.config.core_start_timeout)
@@ -147,7 +149,8 @@ class RanksExecutor:
         return found
 
     def submit(self, step: StepInput) -> Pending:
-        """See Executor."""
+        """See Executor. Experts may be balanced before it."""
+        self._balancing.between_steps()
         future: Future[StepOutput] = Future()
         with self._state:
             self._refuse_if_lost()

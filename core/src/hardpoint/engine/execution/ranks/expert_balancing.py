@@ -14,10 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertBalancing:
-    """Has the ranks balance their experts. Steps count, and no clock, so that the same requests run the same steps."""
+    """Has the ranks balance their experts. Steps count, and no clock, so that the same requests run the same steps.
+
+    Where replicas share experts, each of them counts the steps of all, and so comes to the same.
+    """
 
     def __init__(self, executor: Executor, config: EngineConfig) -> None:
         self._executor, self._first_ranks = executor, config.topology.first_ranks
+        self._tells = not (config.topology.shares_experts and config.topology.replica)
         self._is_on, self._interval = config.enable_eplb, config.eplb_step_interval
         self._count_from = config.eplb_step_interval - config.eplb_window_size
         self._num_steps = 0
@@ -47,7 +51,8 @@ class ExpertBalancing:
             done += layers
             number += 1
             yield
-        _log(done)
+        if self._tells:
+            _log(done)
 
 
 def _log(layers: Sequence[Balanced]) -> None:
