@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hardpoint_plugin_api import CheckpointError, DeviceInfo, HardpointError, Module, QuantSpec, Scale, Scheme
-from hardpoint_rocm.mx_products import reason_against
-from hardpoint_rocm.platform import describe_arch
+from hardpoint_plugin_api import CheckpointError, HardpointError
+from hardpoint_rocm.platform import RocmPlatform, describe_arch
+from tests.parallel.ranks import ranks_in_threads
 from tests.quantization.formats import Format, Stored, change_tensors, write_quantized
 from tests.support.aiter_calls import CALLS
 from tests.support.checkpoints import random_prompts, reference_logits
 from tests.support.engines import SMALL, prompt_logits, small_llm
 from tests.support.on_host_settings import without_triton
+from tests.support.two_gpus import two_gpus
 
 TENSOR = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "ch_axis": None, "symmetric": True}
 CHANNEL = TENSOR | {"qscheme": "per_channel", "ch_axis": 0}
@@ -124,8 +124,9 @@ def test_what_is_slow_is_said_once(
         small_llm(tmp_path, **without_triton("rocm", dtype="float32")) as llm,
     ):
         prompt_logits(llm, [1, 2, 3])
-    (record,) = [record for record in caplog.records if record.name == "hardpoint_rocm.mx_products"]
-    assert "OCP MX format, for whose products no kernel is here" in record.getMessage()
+    (message,) = warnings_in(caplog)
+    assert "is in an OCP MX format, and core's emulated product serves for it, and for" in message
+    assert "aiter_mxfp4" in message
 
 
 def test_both_operands_in_mxfp4(aiter: None, mi355x: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +143,7 @@ def test_both_operands_in_mxfp4(aiter: None, mi355x: None, tmp_path: Path, caplo
         got, chosen = run()
     assert chosen == {"aiter_mxfp4", "torch"}, "torch's product is that of the head"
     assert CALLS["gemm_afp4wfp4"] > 0
-    assert not [record for record in caplog.records if record.name == "hardpoint_rocm.mx_products"]
+    assert not warnings_in(caplog)
     expected, chosen = run(deny=(*without_triton("rocm")["deny"], "linear=aiter_mxfp4"))
     assert chosen == {"emulated", "torch"}
     assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.999
@@ -160,30 +161,31 @@ def test_a_size_that_aiter_refuses_is_said_to_be_slow(
     ):
         chosen = {row.chosen for row in llm.table.rows if row.family == "linear"}
     assert chosen == {"aiter_mxfp4", "emulated", "torch"}
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "hardpoint_rocm.mx_products"]
-    assert re.search(r"_proj' \[\d+, 320\] is in an OCP MX format.*wanted 320, supported multiples of 128", message)
+    (message,) = warnings_in(caplog)
+    assert re.search(r"320.*is in an OCP MX format.*aiter_mxfp4.*wanted 320, supported multiples of 128", message)
 
 
-@pytest.mark.parametrize(
-    ("expert", "rows", "columns", "dtype", "reason"),
-    [
-        (None, 384, 640, "bfloat16", None),
-        (None, 8, 640, "bfloat16", "wanted 8, supported multiples of 16"),
-        (None, 384, 640, "float32", "not float32"),
-        (0, 512, 768, "bfloat16", None),
-        (0, 384, 768, "bfloat16", "wanted 384, supported multiples of 256"),
-        (0, 512, 640, "bfloat16", "wanted 640, supported multiples of 256"),
-    ],
-)
-def test_reasons_are_those_of_the_kernels(
-    aiter: None, expert: int | None, rows: int, columns: int, dtype: str, reason: str | None
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_slow_is_what_ranks_have(
+    aiter: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, ranks: int
 ) -> None:
-    """Experts are in larger tiles than linear layers."""
-    spec = QuantSpec("float4_e2m1", scales=(Scale("float8_e8m0fnu", (1, 32)),))
-    module = Module("m", rows, columns, expert=expert)
-    device: DeviceInfo = describe_arch("AMD Instinct MI355X", "gfx950")
-    found = reason_against(module, Scheme(spec, replace(spec, static=False)), dtype, device)
-    assert reason in found if reason and found else found is reason is None
+    """AITER multiplies the checkpoint's matrix of 384 columns, and not the slice of 192 that each of two ranks has."""
+    two_gpus(monkeypatch, RocmPlatform, describe_arch("AMD Instinct MI355X", "gfx950"))
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 2}
+    write_quantized(tmp_path, Format("mx", config(MX, MX | {"is_dynamic": True}), mxfp4), "llama", **sizes)
+    with (
+        caplog.at_level(logging.WARNING, "hardpoint_rocm.mx_products"),
+        ranks_in_threads(tmp_path, ranks, **without_triton("rocm", dtype="bfloat16")) as llm,
+    ):
+        chosen = {row.chosen for row in llm.table.rows if row.family == "linear"}
+    assert ("emulated" in chosen) == (ranks == 2)
+    messages = warnings_in(caplog)
+    assert len(messages) == ranks - 1, "the first rank speaks for all"
+    assert all("wanted 192, supported multiples of 128" in message for message in messages)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "hardpoint_rocm.mx_products"]
 
 
 def test_it_is_of_one_platform(tmp_path: Path) -> None:

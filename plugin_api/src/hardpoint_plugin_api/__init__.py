@@ -67,7 +67,7 @@ from hardpoint_plugin_api.experts import (
     expert_matrix,
 )
 from hardpoint_plugin_api.families import FAMILIES, Family, Stability
-from hardpoint_plugin_api.hooks import ConfigChange, EngineInfo, HookSpecs, hookimpl
+from hardpoint_plugin_api.hooks import Choice, ConfigChange, EngineInfo, HookSpecs, hookimpl
 from hardpoint_plugin_api.latent import LatentBackend, LatentCall, LatentSpec, LatentStoreCall
 from hardpoint_plugin_api.layers import (
     AdjustedArgs,
@@ -194,6 +194,7 @@ __all__ = [
     "CheckContext",
     "CheckpointError",
     "CheckpointTensors",
+    "Choice",
     "Collectives",
     "Communicator",
     "CommunicatorWorkload",

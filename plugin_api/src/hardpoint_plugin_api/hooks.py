@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import pluggy
 
 from hardpoint_plugin_api.device import DeviceInfo
+from hardpoint_plugin_api.reasons import Reason
+from hardpoint_plugin_api.requests import Workload
 
 PROJECT = "hardpoint"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -30,12 +32,31 @@ class ConfigChange:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """One selection of an engine, for a rank's own part of the model.
+
+    ``chosen``: the contributions that serve ``workload``, as ``(plugin, name)``, one for each range of tokens.
+    ``refused``: the reasons against the others, by the same pairs.
+    """
+
+    workload: Workload
+    chosen: tuple[tuple[str, str], ...]
+    refused: Mapping[tuple[str, str], tuple[Reason, ...]]
+
+
+@dataclass(frozen=True)
 class EngineInfo:
-    """The arguments of the lifecycle hooks: facts about an engine."""
+    """The arguments of the lifecycle hooks: facts about an engine.
+
+    ``rank`` is the number of this process's rank in its replica; each rank calls the hooks. ``choices`` are those of
+    ``hardpoint explain``, in order. Later versions add fields.
+    """
 
     model: str
     device: DeviceInfo
     table_digest: str
+    rank: int = 0
+    choices: tuple[Choice, ...] = ()
 
 
 class HookSpecs:

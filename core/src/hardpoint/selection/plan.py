@@ -7,7 +7,7 @@ from typing import Literal
 
 from hardpoint.plugin_host import Offer
 from hardpoint.selection.tuning import Verdict
-from hardpoint_plugin_api import Phase, Reason, Workload
+from hardpoint_plugin_api import Choice, Phase, Reason, Workload
 
 Rule = Literal["flag", "tuning file", "priority", "only candidate"]
 
@@ -69,3 +69,16 @@ class Plan:
         """The winner, of a plan that has one for all ranges (what cannot change from step to step)."""
         assert len(self.entries) == 1, f"{self.workload} has several winners"
         return self.entries[0].offer
+
+    @property
+    def as_choice(self) -> Choice:
+        """The plan as hooks see it."""
+        return Choice(
+            self.workload,
+            tuple(_named(entry.offer) for entry in self.entries),
+            {_named(rejection.offer): rejection.reasons for rejection in self.rejected},
+        )
+
+
+def _named(offer: Offer) -> tuple[str, str]:
+    return offer.plugin, offer.contribution.name

@@ -1,63 +1,46 @@
-"""Which matrices in an OCP MX format have a product on this device: it says once that others have none, and why."""
+"""Which matrices in an OCP MX format are multiplied by core's emulated product, for want of a kernel.
+
+Sizes are those of a rank's own matrices, as the engine selected kernels for them.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
-from hardpoint_plugin_api import DeviceInfo, ExpertsWorkload, LinearWorkload, MethodRequest, Module, Scheme
-from hardpoint_rocm.aiter_mxfp4 import AiterMxfp4Experts, AiterMxfp4Linear
+from hardpoint_plugin_api import Choice, EngineInfo, ExpertsWorkload, LinearWorkload
 
 logger = logging.getLogger(__name__)
 
-_FP4 = "float4_e2m1"
-_DTYPES = ("float16", "bfloat16")
+_FP4, _MX_SCALE = "float4_e2m1", "float8_e8m0fnu"
+_CORE = "core"
 
 
-class MxProducts:
-    """A checkpoint's matrices as its method is asked for them, beside what AITER's kernels take.
-
-    Sizes are the checkpoint's. Ranks have slices of matrices, and layers merge some: ``explain`` shows what they run.
-    """
-
-    def __init__(self, request: MethodRequest) -> None:
-        self._request = request
-        self._asked: set[tuple[object, ...]] = set()
-        self._is_said = False
-
-    def ask(self, module: Module, scheme: Scheme) -> None:
-        """Warn where ``module``, the first such matrix, has an operand in MXFP4 and no kernel."""
-        kind = (module.expert is None, module.out_features, module.in_features, scheme.pair)
-        if self._is_said or kind in self._asked or _FP4 not in (spec.element for spec in scheme.pair):
-            return
-        self._asked.add(kind)
-        device = self._request.device
-        if reason := reason_against(module, scheme, self._request.dtype, device):
-            self._is_said = True
-            logger.warning(
-                "%s: %r [%d, %d] is in an OCP MX format, for whose products no kernel is here: %s; core's emulated "
-                "product serves, for this matrix and others like it, which makes numbers of them at every step: expect "
-                "it to be slow on %s",
-                self._request.where,
-                module.name,
-                module.out_features,
-                module.in_features,
-                reason,
-                device.name,
-            )
+def warn_of_emulated(engine: EngineInfo) -> None:
+    """Warn of the first such matrix, with AITER's reasons against it, and of how many others like it there are."""
+    found = list(emulated(engine.choices))
+    if not found:
+        return
+    first, others = found[0], f", and for {len(found) - 1} of other sizes" if len(found) > 1 else ""
+    refused = {name: reasons for (plugin, name), reasons in first.refused.items() if plugin == "rocm"}
+    reasons = "; ".join(f"{name}: {reason}" for name, each in refused.items() for reason in each if "aiter" in name)
+    logger.warning(
+        "%s: %s is in an OCP MX format, and core's emulated product serves for it%s, which makes numbers of the weight "
+        "at every step: expect it to be slow on %s. %s",
+        engine.model,
+        first.workload.key(),
+        others,
+        engine.device.name,
+        reasons or "No kernel for it is here",
+    )
 
 
-def reason_against(module: Module, scheme: Scheme, dtype: str, device: DeviceInfo) -> str | None:
-    """Why AITER's kernels do not multiply a matrix with an operand in MXFP4; None where they do."""
-    if {spec.element for spec in scheme.pair} != {_FP4}:
-        return "AITER's takes weights and activations in MXFP4, and one of them is not"
-    if "mxfp" not in device.features:
-        return "this device has none"
-    if dtype not in _DTYPES:
-        return f"AITER's makes {' or '.join(_DTYPES)}, not {dtype}"
-    rows, columns = module.out_features, module.in_features
-    if module.expert is None:
-        found = AiterMxfp4Linear.supports(LinearWorkload(in_features=columns, out_features=rows), device)
-    else:
-        # Both sizes of a layer have one condition: whichever matrix of an expert this is.
-        found = AiterMxfp4Experts.supports(ExpertsWorkload(hidden_size=columns, intermediate_size=rows), device)
-    return str(found[0]) if found else None
+def emulated(choices: tuple[Choice, ...]) -> Iterator[Choice]:
+    """The choices of linear and experts kernels with an operand in MXFP4 that core serves."""
+    for choice in choices:
+        workload = choice.workload
+        if not isinstance(workload, LinearWorkload | ExpertsWorkload) or workload.spec is None:
+            continue
+        is_mx = any(spec.element == _FP4 and spec.scales[0].format == _MX_SCALE for spec in workload.spec)
+        if is_mx and any(plugin == _CORE for plugin, _ in choice.chosen):
+            yield choice

@@ -36,7 +36,6 @@ from hardpoint_plugin_api import (
     Scheme,
     StoredTensor,
 )
-from hardpoint_rocm.mx_products import MxProducts
 
 _FP8, _FP4 = "float8_e4m3fn", "float4_e2m1"
 _ELEMENTS = {"fp8_e4m3": _FP8, "fp4": _FP4}
@@ -61,16 +60,9 @@ class Quark(QuantizationMethod):
         self._patterns = dict(_tables(by_pattern)) if by_pattern else {}
         self._global = settings.table("global_quant_config")
         self._tensors, self._dtype = request.tensors, request.dtype
-        self._products = MxProducts(request)
         self._check_elements()
 
     def scheme(self, module: Module) -> Scheme | None:
-        scheme = self._scheme(module)
-        if scheme is not None:
-            self._products.ask(module, scheme)
-        return scheme
-
-    def _scheme(self, module: Module) -> Scheme | None:
         numbers = self._numbers_of(module)
         if numbers is None or (weight := numbers.table("weight")) is None:
             return None
