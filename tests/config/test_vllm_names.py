@@ -74,6 +74,14 @@ INVOCATIONS: dict[str, dict[str, Any]] = {
     "M --device cpu": {"platform": "cpu"},
     "M --attention-backend triton": {"attention_backend": "triton"},
     "M --enable-sleep-mode --max-seq-len-to-capture 8192": {},
+    "M --num-lookahead-slots 0 --show-hidden-metrics-for-version 0.30": {},
+    "M -n 1 -r 0 --master-addr 127.0.0.1 --master-port 29501": {},
+    "M -ep --spec-method ngram --spec-tokens 3": {
+        "enable_expert_parallel": True,
+        "speculative_method": "ngram",
+        "num_speculative_tokens": 3,
+    },
+    "M --mm-processor-cache-gb 0 --skip-mm-profiling --safetensors-load-strategy lazy": {},
 }
 """Arguments of ``vllm serve``, and the settings that they mean here."""
 
@@ -94,6 +102,8 @@ def test_a_command_line_of_vllm_runs(given: str, expected: dict[str, Any]) -> No
         ("--task embed", ["embeddings are not supported"]),
         ("--shutdown-timeout 5 --middleware x", ["use --shutdown-deadline SECONDS", "put a proxy in front"]),
         ("--logprobs-mode processed_logits", ["before sampling"]),
+        ("--master-addr 10.0.0.1 --node-rank 1", ["--master-addr is vLLM's name: start a Ray", "--node-rank"]),
+        ("--weight-transfer-config {} -asc 4", ["use update_weights of LLM", "use --api-server-count N"]),
         ("--no-enable-chunked-prefill", ["raise --max-num-batched-tokens"]),
         ('--speculative-config {"method":"eagle"}', ["the method must be ngram, got 'eagle'"]),
         ("--speculative-config [", ["it is not JSON"]),

@@ -25,7 +25,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class VllmName:
-    """One name, as a flag; the other fields are those of vllm_names.toml."""
+    """One name, as a flag, or several with one answer; the other fields are those of vllm_names.toml."""
 
     flag: str
     setting: str | None = None
@@ -142,9 +142,7 @@ def vllm_names() -> Mapping[str, VllmName]:
             _READERS[row["read"]] if "read" in row else None,
             row.get("switch", False),
         )
-        names[flag] = name
-        if "short" in row:
-            names[row["short"]] = name
+        names |= dict.fromkeys((flag, *row.get("also", ()), *([row["short"]] if "short" in row else [])), name)
     return names
 
 
