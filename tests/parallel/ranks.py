@@ -20,6 +20,7 @@ from hardpoint import LLM
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.ranks import multiprocess_executor
+from hardpoint.engine.execution.ranks.meeting import meeting_place
 from hardpoint.engine.execution.ranks.rank_process import RankSpec
 from hardpoint.engine.execution.ranks.ranks_executor import RanksExecutor
 from hardpoint.engine.execution.ranks.torchrun_executor import ThreadRank
@@ -41,7 +42,9 @@ class ThreadsExecutor(RanksExecutor):
         config, choices = blueprint.config, Choices.of(blueprint)
         topology = config.topology
         specs = [RankSpec(config, topology.on_this_host(rank), choices) for rank in range(topology.size)]
-        self.threads = start_threads(specs, FileStore(f"{config.meeting}/store", -1) if config.meeting else None)
+        self.threads = start_threads(
+            specs, FileStore(str(meeting_place(config, "store")), -1) if config.meeting else None
+        )
         super().__init__(config, self.threads)
         self.alive.add(self)
 

@@ -77,12 +77,22 @@ def on_ray(folder: Path, **settings: Any) -> LLM:
         ("qwen3", {}, {"tensor_parallel_size": 2}),
         ("qwen3", {"num_hidden_layers": 4}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
         ("qwen3_moe", MIXTURE, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("qwen3", {}, {"data_parallel_size": 2}),
+        ("qwen3_moe", MIXTURE, {"data_parallel_size": 2, "enable_expert_parallel": True}),
+        ("qwen3_moe", MIXTURE, {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
-    ids=["tp2", "tp2-pp2", "ep2"],
+    ids=["tp2", "tp2-pp2", "ep2", "dp2", "dp2-ep2", "dp2-tp2-ep4"],
 )
 def test_tokens_are_those_of_one_rank(
-    cluster: Any, family: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+    cluster: Any,
+    family: str,
+    changes: dict[str, Any],
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Four ranks are on two nodes. Replicas have cores in processes of their own, each of which is a driver."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     model, prompts = write_checkpoint(tmp_path, family, **changes), random_prompts(4, 30, seed=2)
     with on_ray(tmp_path, **settings) as llm:
         for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):

@@ -120,7 +120,7 @@ class EngineConfig(EngineSettings):
             here = f"{len(self.local_replicas)} of {replicas}"
             raise ConfigError(f"{shared}, and this server has {here}; {own}")
         unfit = {
-            "executor": self.executor not in (None, "mp"),
+            "executor": self.executor not in (None, "mp", "ray"),
             "on_engine_failure": self.restarts_engine,
         }
         for key in (key for key, is_unfit in unfit.items() if is_unfit):

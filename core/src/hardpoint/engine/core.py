@@ -427,15 +427,20 @@ class EngineCore:
 
 def start_executor(blueprint: Blueprint, model: Model | None = None) -> Executor:
     """Run the ranks where the config says, and wait until they are loaded."""
-    kind = blueprint.config.executor_kind
-    if kind == "mp":  # one rank needs neither of these modules
-        from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
-
-        if not blueprint.config.topology.shares_experts:
-            return MultiprocessExecutor(blueprint)
+    if blueprint.config.topology.shares_experts:
         from hardpoint.engine.execution.ranks.lock_step import LockStepExecutor
 
-        return LockStepExecutor(blueprint.config, MultiprocessExecutor(blueprint))
+        return LockStepExecutor(blueprint.config, _start_own(blueprint))
+    return _start_own(blueprint, model)
+
+
+def _start_own(blueprint: Blueprint, model: Model | None = None) -> Executor:
+    """Run the ranks of this replica."""
+    kind = blueprint.config.executor_kind
+    if kind == "mp":  # one rank needs none of these modules
+        from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
+
+        return MultiprocessExecutor(blueprint)
     if kind == "ray":
         from hardpoint.engine.execution.ranks.ray_executor import RayExecutor
 

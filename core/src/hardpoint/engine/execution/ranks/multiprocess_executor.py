@@ -14,6 +14,7 @@ from typing import Self
 
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.ranks.hang import describe
+from hardpoint.engine.execution.ranks.meeting import meeting_place
 from hardpoint.engine.execution.ranks.rank_process import RankSpec, serve_rank
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.processes import child_process
@@ -33,14 +34,16 @@ class MultiprocessExecutor(RanksExecutor):
         # A file, and no port that others reach: and torch's TCP store asks the name server about each connection.
         # Kept while the ranks live, since some collective libraries go back to it whenever two ranks first talk.
         self._folder: TemporaryDirectory[str] | None = None
-        if not (folder := config.meeting):
+        if config.topology.shares_experts:
+            store = meeting_place(config, "store")
+        else:
             self._folder = TemporaryDirectory(prefix="hardpoint-ranks-", ignore_cleanup_errors=True)
-            folder = self._folder.name
+            store = Path(self._folder.name) / "store"
         self.processes: list[ProcessRank] = []
         try:
             for number in range(config.topology.size):
                 place = config.topology.on_this_host(number)
-                spec = RankSpec(config, place, choices, str(Path(folder) / "store"))
+                spec = RankSpec(config, place, choices, str(store))
                 self.processes.append(ProcessRank.start(spec))
         except BaseException:
             for rank in self.processes:

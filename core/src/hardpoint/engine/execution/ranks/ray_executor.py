@@ -18,6 +18,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Any
 
+from hardpoint.engine.execution.ranks.meeting import await_word, leave_word, meeting_place
 from hardpoint.engine.execution.ranks.rank_process import Rank, RankReady, RankReport, RankSpec, end_with_parent
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.execution.ranks.sockets import shut
@@ -29,6 +30,7 @@ from hardpoint.parallel.topology import Coordinates
 from hardpoint_plugin_api import EngineDeadError, EngineError
 
 if TYPE_CHECKING:
+    from hardpoint.config import EngineConfig
     from hardpoint.engine.blueprint import Blueprint
 
 logger = logging.getLogger(__name__)
@@ -79,7 +81,8 @@ class RankActor:
                 child_process.keep_what_was_loaded()
             send(message)
 
-        rank.run(lambda: _store(link.host, link.store_port, float(spec.config.core_start_timeout)), report)
+        patience = float(spec.config.core_start_timeout)
+        rank.run(lambda: PrefixStore("hardpoint", _store(link.host, link.store_port, patience)), report)
 
 
 class RayRank(RankLink):
@@ -190,10 +193,11 @@ def _actors(group: Any, ranks: int) -> list[Any]:
     ]
 
 
-def places_of(blueprint: Blueprint, spots: Sequence[Spot]) -> list[tuple[int, Coordinates]]:
+def places_of(blueprint: Blueprint, spots: Sequence[Spot], others: Sequence[str] = ()) -> list[tuple[int, Coordinates]]:
     """For each rank in order, which of ``spots`` is its own, and its place: ranks of one host have successive numbers.
 
-    A rank that sees its own accelerators alone is the only one on its host as far as device numbers go.
+    A rank that sees its own accelerators alone is the only one on its host as far as device numbers go. ``others`` are
+    the nodes of replicas that share experts with this one.
     """
     topology, nodes = blueprint.config.topology, [spot.node for spot in spots]
     order = sorted(range(len(spots)), key=lambda i: nodes.index(nodes[i]))
@@ -201,7 +205,7 @@ def places_of(blueprint: Blueprint, spots: Sequence[Spot]) -> list[tuple[int, Co
     for rank, index in enumerate(order):
         spot, before = spots[index], [nodes[i] for i in order[:rank]]
         local = (0, 1) if spot.has_own_devices else (before.count(spot.node), nodes.count(spot.node))
-        found.append((index, Coordinates(topology, rank, *local, on_one_host=len(set(nodes)) == 1)))
+        found.append((index, Coordinates(topology, rank, *local, on_one_host=len({*nodes, *others}) == 1)))
     return found
 
 
@@ -213,16 +217,16 @@ def _started(blueprint: Blueprint, actors: Sequence[Any], patience: float) -> tu
     """
     import ray
 
-    places = places_of(blueprint, ray.get([actor.spot.remote() for actor in actors], timeout=patience))
+    config, spots = blueprint.config, ray.get([actor.spot.remote() for actor in actors], timeout=patience)
+    store, others = _met(config, [spot.node for spot in spots], patience)
+    places = places_of(blueprint, spots, others)
     is_local = places[0][1].on_one_host
     host, key, world = LOOPBACK if is_local else ray.util.get_node_ip_address(), secrets.token_bytes(32), len(actors)
     # The blueprint is of ranks on one host. On several, other communicators may serve: then ranks compare theirs.
     choices, levels = Choices.of(blueprint) if is_local else None, child_process.log_levels()
-    store = _store(host, 0, patience, serves=True)
     with Listener((host, 0), backlog=world, authkey=key) as listener:
         link = Link(host, listener.address[1], key, store.port)
         listener._listener._socket.settimeout(patience)  # type: ignore[attr-defined]  # there is no public way
-        config = blueprint.config
         serving = {
             place.rank: (actors[index], actors[index].serve.remote(RankSpec(config, place, choices), link, levels))
             for index, place in places
@@ -244,13 +248,33 @@ def _started(blueprint: Blueprint, actors: Sequence[Any], patience: float) -> tu
     return [found[number] for number in range(world)], store
 
 
+def _met(config: EngineConfig, nodes: Sequence[str], patience: float) -> tuple[Any, Sequence[str]]:
+    """The store where ranks meet, which the engine's process serves, or that of replica 0 where replicas share experts;
+    and the nodes of their ranks, given those of this one's. Raises EngineDeadError where another does not come."""
+    topology = config.topology
+    if not topology.shares_experts:
+        return _store(LOOPBACK, 0, patience, serves=True), ()
+    place = meeting_place(config, "store-of-replica-0")
+    if topology.replica:
+        store = _store(LOOPBACK, int(await_word(place, patience)), patience)
+    else:
+        store = _store(LOOPBACK, 0, patience, serves=True)
+        leave_word(place, str(store.port))
+    known = PrefixStore("nodes", store)
+    known.set(str(topology.replica), " ".join(nodes))
+    try:
+        told = [known.get(str(replica)).decode() for replica in range(topology.data)]
+    except RuntimeError as error:
+        raise EngineDeadError(f"a replica, with which this one shares experts, did not come: {error}") from error
+    return store, " ".join(told).split()
+
+
 def _store(host: str, port: int, patience: float, *, serves: bool = False) -> Any:
-    """The store where ranks meet, which the engine's process serves."""
+    """A store at ``port``, which this process serves, or another one. It listens at every address of the host."""
     from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but not for mypy
 
     limit = timedelta(seconds=patience)
-    found = TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False)
-    return found if serves else PrefixStore("hardpoint", found)
+    return TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False)
 
 
 def _watch(ranks: Sequence[RayRank]) -> None:
