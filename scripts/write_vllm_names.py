@@ -1,4 +1,4 @@
-"""Writes the table of docs/coming_from_vllm.md from core's table of vLLM's names."""
+"""Writes the tables of docs/coming_from_vllm.md from core's tables of vLLM's names and fields."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from pathlib import Path
 
 from hardpoint.config.errors import flag_of
 from hardpoint.config.vllm_names import vllm_names
+from hardpoint.server.vllm_fields import ANSWERS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming_from_vllm.md"
 MARK = "<!-- written by scripts/write_vllm_names.py -->\n"
+FIELDS = """
+## Fields of requests
+
+Fields of vLLM's requests work where [serving.md](serving.md#fields) names them. Others are ignored, listed in the
+response's header `x-hardpoint-ignored-fields`, and answered once in the log:
+
+"""
 
 
 def table() -> str:
@@ -22,6 +30,12 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def field_table() -> str:
+    """The table of fields, as Markdown."""
+    rows = ["| field of vLLM | here |", "|---|---|"]
+    return "\n".join([*rows, *(f"| `{name}` | {answer} |" for name, answer in ANSWERS.items())]) + "\n"
+
+
 if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(text[: text.index(MARK) + len(MARK)] + "\n" + table(), encoding="utf-8")
+    PAGE.write_text(text[: text.index(MARK) + len(MARK)] + "\n" + table() + FIELDS + field_table(), encoding="utf-8")

@@ -15,6 +15,10 @@ from hardpoint.cli.main import run
 from hardpoint.cli.serve import serve
 from hardpoint.config import EngineArgs, EngineConfig
 from hardpoint.config.vllm_names import vllm_names
+from hardpoint.server.openai.chat import ChatRequest
+from hardpoint.server.openai.completions import CompletionRequest
+from hardpoint.server.openai.responses import ResponsesRequest
+from hardpoint.server.vllm_fields import ANSWERS
 from hardpoint_plugin_api import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,4 +187,10 @@ def test_the_page_has_the_table() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.table() in script.PAGE.read_text(encoding="utf-8"), "run scripts/write_vllm_names.py"
-    assert json.dumps(script.table()).isprintable()
+    assert script.field_table() in script.PAGE.read_text(encoding="utf-8"), "run scripts/write_vllm_names.py"
+    assert json.dumps(script.table() + script.field_table()).isprintable()
+
+
+def test_fields_that_are_answered_are_missing_somewhere() -> None:
+    bodies = [set(body.model_fields) for body in (CompletionRequest, ChatRequest, ResponsesRequest)]
+    assert [field for field in ANSWERS if all(field in names for names in bodies)] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def test_structured_outputs(theirs: dict[str, Any], ours: StructuredOutput) -> N
         ({"logits_processors": [print]}, "logits_processors has no counterpart"),
         ({"extra_args": {"a": 1}}, "extra_args has no counterpart"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1"),
+        ({"truncation_side": "middle"}, "truncation_side must be left or right"),
     ],
 )
 def test_parameters_that_are_refused(given: dict[str, Any], answer: str) -> None:
@@ -95,13 +97,15 @@ def test_parameters_that_are_refused(given: dict[str, Any], answer: str) -> None
         SamplingParams(**given)
 
 
-def test_a_prompt_is_truncated_to_its_end(llm: LLM) -> None:
+def test_a_prompt_is_truncated_at_either_side(llm: LLM) -> None:
     prompt = TokensPrompt(prompt_token_ids=list(range(40)))
     params = SamplingParams(temperature=0, max_tokens=4, truncate_prompt_tokens=5)
     (output,) = llm.generate(prompt, params)
     (same,) = llm.generate({"prompt_token_ids": [35, 36, 37, 38, 39]}, SamplingParams(temperature=0, max_tokens=4))
     assert output.prompt_token_ids == [35, 36, 37, 38, 39]
     assert output.outputs[0].token_ids == same.outputs[0].token_ids
+    (output,) = llm.generate(prompt, replace(params, truncation_side="right"))
+    assert output.prompt_token_ids == [0, 1, 2, 3, 4]
     longest = SamplingParams(max_tokens=None, truncate_prompt_tokens=-1)
     (output,) = llm.generate([[3] * (llm.client.facts.max_model_len + 9)], longest)
     assert len(output.prompt_token_ids) == llm.client.facts.max_model_len - 1

@@ -103,6 +103,12 @@ def test_fields_of_vllm(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content in ("whale", "boat")
     assert answer.id == "chatcmpl-mine"
     assert all(entry.token.startswith("token_id:") for entry in answer.choices[0].logprobs.content)
+    kept = {"truncate_prompt_tokens": 3, "truncation_side": "right", "return_token_ids": True}
+    whole, cut = (chat(client, extra_body=each | {"return_prompt_text": True}) for each in ({}, kept))
+    assert HELLO[-1]["content"] in whole.prompt_text
+    assert (cut.prompt_text, len(cut.prompt_token_ids)) == (whole.prompt_text, 3)
+    told = [chunk.model_dump() for chunk in chat(client, stream=True, extra_body={"return_prompt_text": True})]
+    assert [chunk.get("prompt_text") for chunk in told] == [whole.prompt_text] + [None] * (len(told) - 1)
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(chat(client, stream=True, extra_body={"stream_options": options}))
     assert [chunk.usage.completion_tokens for chunk in chunks][-1] == 12

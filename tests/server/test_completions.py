@@ -145,14 +145,19 @@ def test_fields_of_vllm(client: openai.OpenAI, server: RunningServer) -> None:
         complete(guided_regex="a", guided_json={})
     short = complete(truncate_prompt_tokens=2, prompt=PROMPT * 2000)
     assert short.usage.prompt_tokens == 2
+    whole = complete(return_token_ids=True).choices[0].prompt_token_ids
+    for side, kept in (("left", whole[-2:]), ("right", whole[:2])):
+        cut = complete(truncate_prompt_tokens=2, truncation_side=side, return_token_ids=True)
+        assert cut.choices[0].prompt_token_ids == kept
     assert complete(add_special_tokens=False).choices[0].text == complete().choices[0].text  # the demo model has none
     assert complete(request_id="mine").id == "cmpl-mine"
     scored = complete(return_tokens_as_token_ids=True, logprobs=1, return_token_ids=True).choices[0]
     assert scored.logprobs.tokens == [f"token_id:{token}" for token in scored.token_ids]
     assert set(scored.logprobs.top_logprobs[0]) == {scored.logprobs.tokens[0]}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    counts = [chunk.usage.completion_tokens for chunk in complete(stream=True, stream_options=options)]
-    assert counts[0] < counts[-1] == 20
+    stream = complete(stream=True, stream_options=options, max_tokens=400)
+    counts = [chunk.usage.completion_tokens for chunk in stream]
+    assert counts[0] < counts[-1] == 400
     assert counts == sorted(counts)
     until(lambda: any("request mine:" in line and "20 completion tokens" in line for line in server.log))
 

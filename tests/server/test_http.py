@@ -120,11 +120,18 @@ def test_unknown_fields_are_ignored_and_listed(
     listed = answer.headers["x-hardpoint-ignored-fields"]
     assert listed == (ignored or "client_metadata, tools[0].web_search")
     first = listed.split(", ")[0].replace("[0]", "[]")
-    assert sum(f"{first!r} is unknown" in line for line in server.log) <= 1
+    assert sum(f"{first!r} is ignored" in line for line in server.log) <= 1
     assert (
         server.post(path, body | {"stream": True} if "messages" in body else body).headers["x-hardpoint-ignored-fields"]
         == listed
     )
+
+
+def test_the_log_says_what_to_use_in_place_of_a_field_of_vllm(server: RunningServer) -> None:
+    answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "use_beam_search": True})
+    assert answer.headers["x-hardpoint-ignored-fields"] == "use_beam_search"
+    line = "/v1/completions: the field 'use_beam_search' is ignored: LLM.beam_search searches by beams"
+    until(lambda: any(line in each for each in server.log))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])

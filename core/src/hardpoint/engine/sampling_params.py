@@ -47,7 +47,8 @@ class SamplingParams:
     incomplete. Not to be combined with ``allowed_token_ids`` and ``bad_words``. ``structured_outputs`` is vLLM's way to
     write it.
 
-    ``truncate_prompt_tokens``: use the last tokens of a longer prompt, this many (-1: as many as the engine takes).
+    ``truncate_prompt_tokens``: of a longer prompt use this many tokens (-1: as many as the engine takes); the last ones
+    where ``truncation_side`` is "left", the first ones where it is "right".
 
     ``output_kind``: the content of a stream's outputs; ignored by calls that return whole outputs.
 
@@ -79,6 +80,7 @@ class SamplingParams:
     structured: StructuredOutput | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
     structured_outputs: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None
     logits_processors: InitVar[object] = None
     extra_args: InitVar[object] = None
@@ -230,6 +232,7 @@ _VALID: dict[str, tuple[Check, str]] = {
         _optional(lambda value: _integer(-1)(value) and value != 0),
         "at least 1, -1 for the longest prompt, or None",
     ),
+    "truncation_side": (lambda value: value in ("left", "right"), "left or right"),
     "output_kind": (lambda value: isinstance(value, RequestOutputKind), "a RequestOutputKind"),
 }
 """The valid values of each parameter, as a check and in words."""

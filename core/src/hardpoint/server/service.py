@@ -21,6 +21,7 @@ from hardpoint.server.metrics import ServerMetrics
 from hardpoint.server.peers import Alone, OpenRequests, Peers, Question, T
 from hardpoint.server.response_store import ResponseStore
 from hardpoint.server.settings import ServerSettings
+from hardpoint.server.vllm_fields import ANSWERS
 from hardpoint_plugin_api import ConfigError
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class Service:
         plain = _NUMBERS.sub("[]", name)[:80]
         if plain not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(plain)
-            logger.warning("%s: the field %r is unknown and ignored (--strict-fields refuses it)", path, plain)
+            why = ANSWERS.get(plain, "it is unknown")
+            logger.warning("%s: the field %r is ignored: %s (--strict-fields refuses it)", path, plain, why)
 
     def params(self, **own: Any) -> SamplingParams:
         """The model's own sampling with what a request says. Raises RequestError for a value out of range."""

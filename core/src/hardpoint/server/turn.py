@@ -133,8 +133,10 @@ class CompletionUpdate:
 class Turn:
     """An admitted turn, as an async context manager: leaving it ends what still runs."""
 
-    def __init__(self, generation: Generation, readers: Sequence[Reader]) -> None:
+    def __init__(self, generation: Generation, readers: Sequence[Reader], prompt_text: str) -> None:
+        """``prompt_text``: the conversation as the chat template wrote it."""
         self._generation, self._readers = generation, readers
+        self.prompt_text = prompt_text
 
     @classmethod
     async def admit(cls, request: TurnRequest, service: Service) -> Self:
@@ -177,7 +179,7 @@ class Turn:
             Reader(parsers.open(args) if is_parsed else None, parallel=request.tool_choice.may_be_several)
             for _ in range(params.n)
         ]
-        return cls(generation, readers)
+        return cls(generation, readers, prompt["prompt"])
 
     async def __aenter__(self) -> Self:
         return self

@@ -135,13 +135,14 @@ class Frontend:
         seed: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Conversation:
-        """Queue ``prompt``, or its end where ``params`` says so; see Conversation.
+        """Queue ``prompt``, or the part of it that ``params`` asks for; see Conversation.
 
         Raises RequestError for a replica that this server does not have.
         """
         core.facts.config.check_data_parallel_rank(options.get("data_parallel_rank"))
         if params.truncate_prompt_tokens is not None:
-            prompt = prompt.last(params.truncate_prompt_tokens, core.facts.max_model_len)
+            longest = core.facts.max_model_len
+            prompt = prompt.truncated(params.truncate_prompt_tokens, params.truncation_side, longest)
         if prompt.cache_salt:
             options["cache_salt"] = prompt.cache_salt
         return Conversation(core, self.tokenizer, prompt, params, self.eos_token_ids, request_id, seed, **options)

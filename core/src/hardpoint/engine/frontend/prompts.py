@@ -57,10 +57,16 @@ class TokenizedPrompt:
             return cls(text, tuple(tokenizer.encode(str(text))) if ids is None else _token_ids(ids), salt or "")
         return cls(None, _token_ids(prompt))
 
-    def last(self, count: int, longest: int) -> TokenizedPrompt:
-        """The prompt's last ``count`` tokens; -1: as many as leave room for one more within ``longest``."""
+    def truncated(self, count: int, side: str, longest: int) -> TokenizedPrompt:
+        """``count`` tokens of the prompt; -1: as many as leave room for one more within ``longest``.
+
+        ``side`` is that of the tokens which are left out: "left" keeps the last ones, "right" the first ones.
+        """
         count = longest - 1 if count == -1 else count
-        return self if len(self.token_ids) <= count else TokenizedPrompt(None, self.token_ids[-count:], self.cache_salt)
+        if len(self.token_ids) <= count:
+            return self
+        kept = self.token_ids[-count:] if side == "left" else self.token_ids[:count]
+        return TokenizedPrompt(None, kept, self.cache_salt)
 
 
 def prompt_list(prompts: object) -> list[Prompt]:

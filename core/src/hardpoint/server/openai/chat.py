@@ -76,6 +76,7 @@ class ChatRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFields):
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
     return_token_ids: bool | None = None
+    return_prompt_text: bool | None = None
     best_of: int | None = None
     modalities: list[Literal["text"]] | None = None
     metadata: dict[str, str] | None = None
@@ -163,6 +164,8 @@ class _Answer:
             about["prompt_logprobs"] = prompt_logprobs(turn.prompt_logprobs)
         if self._body.return_token_ids:
             about["prompt_token_ids"] = turn.prompt_token_ids
+        if self._body.return_prompt_text:
+            about["prompt_text"] = turn.prompt_text
         return about
 
     def _logprobs(self, positions: Sequence[PositionLogprobs] | None) -> dict[str, Any] | None:
