@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from unittest.mock import patch
@@ -24,7 +23,7 @@ from hardpoint.engine.execution.ranks.meeting import meeting_place
 from hardpoint.engine.execution.ranks.rank_process import RankSpec
 from hardpoint.engine.execution.ranks.ranks_executor import RanksExecutor
 from hardpoint.engine.execution.ranks.torchrun_executor import ThreadRank
-from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
+from hardpoint.engine.remote.remote_core import ThreadLink
 from hardpoint.engine.remote.sharing_replicas import SharingReplicas
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.process_group import FileStore, Store
@@ -76,7 +75,7 @@ def sharing_replicas(folder: Path | str, replicas: int = 2, **settings: Any) -> 
     """Replicas that share experts, with cores and ranks in threads."""
     given = SMALL | {"data_parallel_size": replicas, "enable_expert_parallel": True} | settings
     with patch.object(multiprocess_executor, "MultiprocessExecutor", ThreadsExecutor):
-        core = SharingReplicas(partial(RemoteCore, ThreadLink), EngineConfig.create(model=str(folder), **given))
+        core = SharingReplicas(ThreadLink, EngineConfig.create(model=str(folder), **given))
         core.wait_until_ready()
         try:
             yield core

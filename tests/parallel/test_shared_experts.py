@@ -139,7 +139,6 @@ def test_verbs_that_need_all_idle(mixture: tuple[Path, PreTrainedModel]) -> None
         ({"data_parallel_rank": 0}, "and this server has 1 of data_parallel_size = 2; leave it out, or divide them"),
         ({"executor": "torchrun"}, "and executor = 'torchrun' does not serve that; leave it out, or divide them among"),
         ({"executor": "inproc"}, "executor = 'inproc' does not serve that"),
-        ({"on_engine_failure": "restart"}, "on_engine_failure = 'restart' does not serve that"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:

@@ -119,12 +119,9 @@ class EngineConfig(EngineSettings):
             replicas = written("data_parallel_size", self.data_parallel_size, origins)
             here = f"{len(self.local_replicas)} of {replicas}"
             raise ConfigError(f"{shared}, and this server has {here}; {own}")
-        unfit = {
-            "executor": self.executor not in (None, "mp", "ray"),
-            "on_engine_failure": self.restarts_engine,
-        }
-        for key in (key for key, is_unfit in unfit.items() if is_unfit):
-            raise ConfigError(f"{shared}, and {written(key, getattr(self, key), origins)} does not serve that; {own}")
+        if self.executor not in (None, "mp", "ray"):
+            executor = written("executor", self.executor, origins)
+            raise ConfigError(f"{shared}, and {executor} does not serve that; {own}")
 
     def _check_balancing(self, origins: Mapping[str, str]) -> None:
         """Raise ConfigError where experts cannot be balanced as asked."""

@@ -180,7 +180,7 @@ def start_core(config: EngineConfig, *, own_process: bool) -> OwnedCore:
     if config.topology.shares_experts:
         from hardpoint.engine.remote.sharing_replicas import SharingReplicas
 
-        return SharingReplicas(partial(RemoteCore, ProcessLink), config)
+        return SharingReplicas(ProcessLink, config)
     if len(config.local_replicas) > 1:
         from hardpoint.engine.remote.replicas import Replicas
 

@@ -317,8 +317,9 @@ class RemoteCore(RemoteControl):
         """
         with self._opening:
             served, self._restarting = self._restarting is None, cause
-        is_kernels_fault = self._recovery.learn(cause, stack, self._suspects)
-        blamed = self._blame(cause) if served and not is_kernels_fault else []
+        began_here = self._began_here(cause)
+        is_kernels_fault = self._recovery.learn(cause, stack if began_here else "", self._suspects)
+        blamed = self._blame(cause) if served and began_here and not is_kernels_fault else []
         logger.error("the engine is built again, and %d requests go on then: %s", len(self._open), cause)
         try:
             self._link.close(_FAILED_CLOSE_SECONDS)
@@ -337,6 +338,10 @@ class RemoteCore(RemoteControl):
             link.close(0)
             return blamed + self._end("the engine is closed")
         return blamed
+
+    def _began_here(self, cause: str) -> bool:
+        """Whether the core failed by itself, so that one of its kernels or requests may be at fault."""
+        return True
 
     def _blame(self, cause: str) -> list[RequestProgress]:
         """End the request that a core failed with while no other was in doubt, if there was one."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import weakref
 from collections.abc import Callable, Sequence
-from tempfile import mkdtemp
+from dataclasses import replace
+from functools import partial
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.control import CaptureTogether, CheckIdle, R, Sleep, UpdateWeights, Verb, WakeUp
-from hardpoint.engine.remote.remote_core import RemoteCore
+from hardpoint.engine.remote.core_process import CLOSED
+from hardpoint.engine.remote.muster import Muster
+from hardpoint.engine.remote.recovery import RecoveryState
+from hardpoint.engine.remote.remote_control import CallLink
+from hardpoint.engine.remote.remote_core import Link, RemoteCore
 from hardpoint.engine.remote.replicas import Asked, Replicas
 from hardpoint.engine.requests import RequestProgress
 from hardpoint_plugin_api import EngineDeadError, EngineError
@@ -18,14 +21,33 @@ _CONSEQUENCES = ("with which this one shares experts", "cannot go on: RankLostEr
 """Texts of errors that follow from another replica's."""
 
 
-class SharingReplicas(Replicas):
-    """Replicas that sleep, and get new weights, all together: while no request is under way on any of them."""
+class SharingCore(RemoteCore):
+    """One of the replicas. It fails when another does, and both are built again."""
 
-    def __init__(self, start: Callable[[EngineConfig], RemoteCore], config: EngineConfig) -> None:
-        """As for Replicas; ``start`` is given configs with a folder where the replicas meet."""
-        folder = mkdtemp(prefix="hardpoint-replicas-")
-        self._clean_up = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        super().__init__(lambda own: start(own.meeting_in(folder)), config)
+    def _began_here(self, cause: str) -> bool:
+        """See RemoteCore."""
+        return cause != CLOSED and not any(text in cause for text in _CONSEQUENCES)
+
+    def _repeat_calls(self, link: CallLink) -> None:
+        """See RemoteControl."""
+        super()._repeat_calls(link)
+        if self._weights is not None and not self._admission.asleep:
+            self._repeat(link, CaptureTogether())
+
+
+class SharingReplicas(Replicas):
+    """Replicas that sleep, and get new weights, all together: while no request is under way on any of them. All are
+    built again where one fails."""
+
+    def __init__(self, start_link: Callable[[EngineConfig], Link], config: EngineConfig) -> None:
+        """As for Replicas; ``start_link`` starts one core, as for RemoteCore."""
+        self._muster = Muster(start_link, len(config.local_replicas))
+        super().__init__(partial(SharingCore, self._muster.start), config)
+
+    @property
+    def recovery(self) -> RecoveryState:
+        """See Replicas. A failure of one counts once."""
+        return replace(super().recovery, num_restarts=max(core.recovery.num_restarts for core in self._cores))
 
     def control(self, verb: Verb[R]) -> R:
         """See Replicas. Raises EngineError for what needs every replica idle while one is not."""
@@ -59,7 +81,13 @@ class SharingReplicas(Replicas):
                     index, error = other, own
         return super()._verdict(index, error)
 
+    def _note_end(self, index: int, error: EngineDeadError) -> None:
+        """See Replicas. Replicas that wait to be built again end, too."""
+        self._muster.end()
+        super()._note_end(index, error)
+
     def close(self) -> None:
         """See Replicas."""
+        self._muster.end()
         super().close()
-        self._clean_up()
+        self._muster.clean_up()
