@@ -229,17 +229,19 @@ def test_the_rule_can_be_printed() -> None:
 
 
 def test_right_results_of_few_columns_raise_no_alarm() -> None:
-    """A row of a few elements has no mean to speak of: its floor is an element's."""
+    """A row of a few elements has no mean to speak of: its floor is an element's. Nor have outputs of a few elements
+    outliers: a reference may round all of them well by luck, as a perfect one does in the draw 1,614."""
     generator = torch.Generator().manual_seed(0)
     model, alarms = ErrorModel(), 0
-    for number in range(4000):
+    for number in range(2000):
         x = torch.rand(1 + number % 5, 24, generator=generator)
         weight = torch.rand(1 + number % 3, 24, generator=generator)
         truth, own = x.double() @ weight.double().T, x @ weight.T
         total = torch.zeros_like(own)
         for column in range(24):  # another order of summation
             total += x[:, column, None] * weight[None, :, column]
-        alarms += bool(compare("y", total, own, truth, model, torch.device("cpu")).faults)
+        for reference in (own, truth.float()):
+            alarms += bool(compare("y", total, reference, truth, model, torch.device("cpu")).faults)
     assert alarms == 0
 
 
