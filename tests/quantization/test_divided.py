@@ -11,6 +11,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint_plugin_api import ConfigError
 from tests.parallel.ranks import ranks_in_threads
 from tests.quantization.formats import FORMATS, Format, write_quantized
+from tests.quantization.turning import TURNS, turning
 from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 
@@ -58,9 +59,45 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path, form: Format) -> None:
         with pytest.raises(ConfigError, match=REFUSED[form.name]), ranks_in_threads(tmp_path, 2):
             pass
         return
-    with small_llm(tmp_path) as llm:
+    check(tmp_path, form)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3_next", "fp8-block"),
+        ("qwen3_next", "gptq-4"),
+        ("phi3", "awq"),
+        ("phi3", "fp8-channel"),
+        *(
+            pytest.param(family, name, marks=pytest.mark.nightly)
+            for family in ("qwen3_next", "phi3")
+            for name in ("fp8-tensor", "fp8-static", "ct-w4a16", "gptq-8-asymmetric", "ct-nvfp4", "modelopt-fp8")
+        ),
+        pytest.param("qwen3_next", "awq", marks=pytest.mark.nightly),
+        pytest.param("phi3", "fp8-block", marks=pytest.mark.nightly),
+    ],
+)
+def test_parts_of_one_tensor(tmp_path: Path, family: str, name: str) -> None:
+    """A rank has a piece of each part, and these lie apart in the tensor."""
+    form = turning(next(form for form in FORMATS if form.name == name))
+    write_quantized(tmp_path, form, family, **(TURNS if family == "qwen3_next" else DIVISIBLE))
+    check(tmp_path, form)
+
+
+def test_blocks_of_one_tensor_that_ranks_cut(tmp_path: Path) -> None:
+    form = next(form for form in FORMATS if form.name == "fp8-block")
+    write_quantized(tmp_path, form, "phi3", **DIVISIBLE)
+    cut = r"mixer\.qkv' is quantized in blocks of 32, and ranks would have 16 of its 64 rows each"
+    with pytest.raises(ConfigError, match=cut), ranks_in_threads(tmp_path, 4):
+        pass
+
+
+def check(folder: Path, form: Format) -> None:
+    """Two ranks compute what one does."""
+    with small_llm(folder) as llm:
         alone = prompt_scores(llm)
-    with ranks_in_threads(tmp_path, 2) as llm:
+    with ranks_in_threads(folder, 2) as llm:
         together = prompt_scores(llm)
     difference = (together - alone).abs()
     if form.inputs is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save_file
 
 from hardpoint.checkpoint.checkpoint import Checkpoint
-from hardpoint.checkpoint.reading import Reading
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.config import EngineConfig
 from hardpoint.engine.llm import LLM
@@ -75,11 +74,12 @@ def _attention_modules(model: CausalLM) -> dict[str, str]:
     """Path of each attention layer -> the checkpoint's module. Raises CheckpointError."""
     modules = {}
     for name, place in model.weight_names.items():
-        addresses: Sequence[str] = tuple(place.places.values()) if isinstance(place, Reading) else ()
+        readings = place if isinstance(place, tuple) else ()
+        addresses = [address for reading in readings for address in reading.places.values()]
         for address in (place,) if isinstance(place, str) else addresses:
             path, _, slot = address.partition(".qkv.")
             if slot == "weight[q]":
-                module = place.module.name if isinstance(place, Reading) else name.removesuffix(".weight")
+                module = readings[0].module.name if readings else name.removesuffix(".weight")
                 modules[path] = module.rpartition(".")[0]
     unnamed = [path for path, layer in walk(model) if isinstance(layer, Attention) and path not in modules]
     if unnamed or not modules:

@@ -119,21 +119,26 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Place:
-    """The destination of a tensor: it is copied to one target; or ``reading`` makes tensors for several, by slot; or
-    it is split as ``grouped`` says, by address."""
+    """The destination of a tensor: targets by address. It is copied to one; or ``readings`` make tensors for several,
+    one for each part of the tensor; or it is split as ``grouped`` says."""
 
     targets: Mapping[str, _Target]
-    reading: Reading | None = None
+    readings: tuple[Reading, ...] = ()
     grouped: Grouped | None = None
 
     @classmethod
-    def of(cls, place: str | Grouped | Reading, find: Callable[[str], _Target]) -> _Place:
+    def of(cls, place: str | Grouped | tuple[Reading, ...], find: Callable[[str], _Target]) -> _Place:
         """The destination that ``place`` means, with targets that ``find`` finds."""
-        if isinstance(place, Reading):
-            return cls({slot: find(address) for slot, address in place.places.items()}, place)
+        if isinstance(place, tuple):
+            return cls({address: find(address) for one in place for address in one.places.values()}, place)
         if isinstance(place, Grouped):
             return cls({address: find(address) for address, _ in place.parts}, grouped=place)
-        return cls({"": find(place)})
+        return cls({place: find(place)})
+
+    @property
+    def reading(self) -> Reading | None:
+        """The first part's, which reads the tensor for all; None for one that is copied."""
+        return self.readings[0] if self.readings else None
 
 
 def _find(address: str, layers: dict[str, PluggableLayer], slots: dict[tuple[str, str], WeightSlot]) -> _Target:
@@ -221,7 +226,7 @@ class _Plan:
         plain = {
             name: self._filled(place)
             for name, place in self.places.items()
-            if all(place.reading or self.slots[t.layer, t.slot].dtype in _PLAIN for t in place.targets.values())
+            if all(place.readings or self.slots[t.layer, t.slot].dtype in _PLAIN for t in place.targets.values())
         }
         full: set[tuple[str, str, str | None]] = set()
         chosen = set()
@@ -338,7 +343,7 @@ class _Filling:
         """
         self._plan.check(name, TensorInfo(tuple(tensor.shape), dtype_name(tensor.dtype)), place, self._title)
         if place.reading is None:
-            pieces = {"": tensor} if place.grouped is None else place.grouped.split(tensor)
+            pieces = dict.fromkeys(place.targets, tensor) if place.grouped is None else place.grouped.split(tensor)
             for address, piece in pieces.items():
                 self._copy(name, piece, place.targets[address])
             return
@@ -348,8 +353,10 @@ class _Filling:
             made = place.reading.stored.read(place.reading.cut(tensor, self._device))
         except CheckpointError as error:
             raise CheckpointError(f"{self._title}: tensor {name!r}: {error}") from None
-        for slot, target in place.targets.items():
-            self._copy(name, made[slot], target, is_cut=True)
+        for reading in place.readings:
+            own = reading.own(made)
+            for slot, address in reading.places.items():
+                self._copy(name, own[slot], place.targets[address], is_cut=True)
 
     def _copy(self, name: str, tensor: torch.Tensor, target: _Target, *, is_cut: bool = False) -> None:
         """Fill a slot's part (converting floating dtypes), and prepare the layers that this completes.

@@ -10,17 +10,22 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from hardpoint.checkpoint.reading import Address, Reading, WeightNames
+from hardpoint.checkpoint.reading import Address, Grouped, Reading, Turn, WeightNames
 from hardpoint.plugin_host import Offer
 from hardpoint.plugin_host.blame import blame, misbehaved
 from hardpoint.quantization.device_formats import cache_scale_factor, on_device
 from hardpoint.quantization.merging import by_row, merge_schemes
-from hardpoint.quantization.shard_checks import FEWER, WHOLE_EXPERTS, check_shards, cut_error
+from hardpoint.quantization.shard_checks import (
+    FEWER,
+    WHOLE_EXPERTS,
+    check_shards,
+    check_turned_shards,
+    cut_error,
+)
 from hardpoint_plugin_api import (
     CacheScales,
     CheckpointError,
     CheckpointTensors,
-    ConfigError,
     Dim,
     ExpertStack,
     Fp8Format,
@@ -66,6 +71,8 @@ class Quantization:
     ``_modules`` are the checkpoint's modules by layer path and part; ``_schemes`` what was answered, ``_apart`` the
     paths of layers whose parts have a matrix each; ``_shards`` how ranks divide rows and columns, and ``_stacks`` how
     they divide the experts of a stack that one tensor holds; ``_unlike`` the layers whose experts become numbers.
+    ``_turns`` are those of parts that take turns in a module's matrix; ``_divided`` the layers of which ranks have a
+    piece of each part, where one module has all parts.
     """
 
     method: Method | None = None
@@ -77,17 +84,31 @@ class Quantization:
     _cache_scales: dict[str, tuple[CacheScales, float]] = field(default_factory=dict)
     _stacks: dict[str, ShardPlan | None] = field(default_factory=dict)
     _unlike: set[str] = field(default_factory=set)
+    _turns: Mapping[tuple[str, str | None], Turn] = field(default_factory=dict)
+    _divided: dict[str, LinearArgs] = field(default_factory=dict)
 
     def for_model(self, names: Mapping[str, Address | None]) -> Quantization:
         """The same method for a model whose tensors have these ``names``, plain weights assumed (see load_weights)."""
-        modules = {}
+        modules, turns = dict[tuple[str, str | None], str](), dict[tuple[str, str | None], Turn]()
         for name, address in names.items():
-            if isinstance(address, str):
-                path, slot, part = split_address(address)
+            parts = address.turns if isinstance(address, Grouped) else {address: None} if address else {}
+            for one, turn in parts.items():
+                path, slot, part = split_address(one)
                 if slot == "weight":
                     modules[path, part] = name.removesuffix(".weight")
+                    if turn is not None:
+                        turns[path, part] = turn
         return replace(
-            self, _modules=modules, _schemes={}, _apart=set(), _shards={}, _cache_scales={}, _stacks={}, _unlike=set()
+            self,
+            _modules=modules,
+            _schemes={},
+            _apart=set(),
+            _shards={},
+            _cache_scales={},
+            _stacks={},
+            _unlike=set(),
+            _turns=turns,
+            _divided={},
         )
 
     def linear(self, path: str, args: LinearArgs, dtype: str) -> Scheme | None:
@@ -103,30 +124,30 @@ class Quantization:
         else:
             shards = args.row_shards or (None,) * len(keys)
             self._shards.update({key: (rows, args.column_shard) for key, rows in zip(keys, shards, strict=True)})
-            check_shards(path, whole, args)
+            if all(key in self._turns for key in keys):
+                check_turned_shards(path, whole, args)
+            else:
+                check_shards(path, whole, args)
         return whole
 
     def _of_one_tensor(self, path: str, args: LinearArgs, dtype: str) -> Scheme:
         """The scheme of a layer whose parts are one module of the checkpoint.
 
-        Raises ConfigError where ranks divide each part of it, and CheckpointError where a block of rows reaches from
-        one part into the next.
+        Raises CheckpointError where a block of rows reaches from one part into the next, and ConfigError where ranks
+        would cut one.
         """
         scheme = self._scheme((path, None), args.out_features, args, dtype)
         if scheme.weight.is_plain:
             return scheme
-        if args.row_shards:
-            names = ", ".join(name for name, _ in args.parts)
-            raise ConfigError(
-                f"--tensor-parallel-size: the checkpoint has {names} of layer {path!r} in one quantized tensor, and "
-                "each rank would need a piece of each; run it on one rank, or a checkpoint that is not quantized"
-            )
         whole = merge_schemes([scheme] * len(args.parts), [rows for _, rows in args.parts])
         if whole is None:
             raise CheckpointError(
                 f"layer {path!r}: the scales of its tensor have blocks of rows that reach from one of its parts "
                 f"({', '.join(f'{name} {rows}' for name, rows in args.parts)} rows) into the next"
             )
+        if args.row_shards:
+            check_turned_shards(path, whole, args)
+            self._divided[path] = args
         self._shards[path, None] = None, args.column_shard
         return whole
 
@@ -254,12 +275,12 @@ class Quantization:
         expert: int | None = None,
         ask: _Ask | None = None,
     ) -> Scheme:
-        name = self._modules.get(key)
-        if name is None and key[1] is None:  # a part on its own asks again, under its own path
-            path, _, part = key[0].rpartition(".")
-            name = self._modules.get((path, part)) if path in self._apart else None
-        if self.method is None or name is None:
+        known = self._known(key)
+        if self.method is None or known is None:
             return Scheme.plain(dtype)
+        name, turn = self._modules[known], self._turns.get(known)
+        if turn is not None:
+            return self._of_turn(key, Module(name, turn.total, args.in_features), turn, dtype)
         if args.kind == "embedding":
             with blame(self.method.offer):
                 self.method.reader.leave_tied_head()
@@ -267,6 +288,34 @@ class Quantization:
             return self._asked(key, module, dtype, lambda reader: reader.embedding(module, tied=True))
         module = Module(name, rows, args.in_features, args.kind, expert)
         return self._asked(key, module, dtype, None if ask is None else lambda reader: ask(reader, module))
+
+    def _known(self, key: tuple[str, str | None]) -> tuple[str, str | None] | None:
+        """The key of the module that ``key`` is of; None where the checkpoint has none."""
+        if key in self._modules:
+            return key
+        path, _, part = key[0].rpartition(".")  # a part on its own asks again, under its own path
+        return (path, part) if key[1] is None and path in self._apart and (path, part) in self._modules else None
+
+    def _of_turn(self, key: tuple[str, str | None], module: Module, turn: Turn, dtype: str) -> Scheme:
+        """The scheme of a part that takes turns with others in ``module``.
+
+        Where a block of rows reaches from one part into another, nothing is quantized by a method that quantizes while
+        loading; raises CheckpointError for a stored one.
+        """
+        scheme = self._asked(key, module, dtype)
+        blocks = [scale.block[0] for scale in scheme.weight.scales if scale.block[0] > 1]
+        if not any(map(turn.cuts, blocks)):
+            return scheme
+        assert self.method is not None
+        if not self.method.reader.online:
+            raise CheckpointError(
+                f"{self.method.tensors.title}: {module.name!r} holds the rows of several matrices in {turn.groups} "
+                f"groups of {' + '.join(map(str, turn.sizes))}, and its scales are for blocks of {max(blocks)} rows, "
+                "which reach from one matrix into the next; leave this module out of quantization, or quantize it with "
+                "other scales"
+            )
+        del self._schemes[key]
+        return Scheme.plain(dtype)
 
     def embedding(self, path: str, rows: int, columns: int, dtype: str, shard: ShardPlan | None) -> None:
         """Note how the checkpoint stores the embedding at ``path``, whose weight becomes numbers of ``dtype``.
@@ -319,39 +368,63 @@ class Quantization:
         """``names`` with quantized weights' own tensors in place of plain ones."""
         if self.method is None:
             return dict(names)
-        found: dict[str, Address | Reading | None] = {}
+        found: dict[str, Address | tuple[Reading, ...] | None] = {}
         for name, address in names.items():
-            if not isinstance(address, str):
-                found[name] = address
+            if address is None:
+                found[name] = None
                 continue
-            path, slot, part = split_address(address)
-            known, shards = self._schemes.get((path, part)), self._shards.get((path, part), (None, None))
-            if path in self._apart and part is not None:
-                path, part = f"{path}.{part}", None
-                known, shards = self._schemes.get((path, None)), self._shards.get((path, None), (None, None))
-            if known is None or slot != "weight":
-                found[name] = join_address(path, slot, part)
+            turns = address.turns if isinstance(address, Grouped) else {address: None}
+            parts = [self._readings(one, turn) for one, turn in turns.items()]
+            if any(part is None for part in parts):
+                found[name] = self._own(address) if isinstance(address, str) else address
                 continue
-            module, scheme = known
-            if module.stack is not None:
-                part = _INTERLEAVED if module.stack.interleaved else None
-            for stored in scheme.stored:
-                places = {fill: join_address(path, fill, part) for fill in stored.fills}
-                reading = Reading(stored, module, places, *shards, self._stacks.get(path))
-                found.setdefault(f"{module.name}.{stored.name}", reading)
+            tensors: dict[str, tuple[Reading, ...]] = {}
+            for reading in (reading for part in parts for reading in part or ()):
+                tensor = f"{reading.module.name}.{reading.stored.name}"
+                tensors[tensor] = (*tensors.get(tensor, ()), reading)
+            for tensor, taken in tensors.items():
+                found.setdefault(tensor, taken)
         for path, (scales, factor) in self._cache_scales.items():
             for name, slot in ((scales.k, "k_scale"), (scales.v, "v_scale")):
                 found[name] = _cache_scale(name, len(self.method.tensors.info(name).shape), path, slot, factor)
         unneeded = (name for name in self.method.tensors.names - found.keys() if _CACHE_SCALES.match(name))
         return found | dict.fromkeys(unneeded)
 
+    def _own(self, address: str) -> str:
+        """``address``, or that of a part on its own, where parts have a matrix each."""
+        path, slot, part = split_address(address)
+        return address if part is None or path not in self._apart else join_address(f"{path}.{part}", slot, None)
 
-def _cache_scale(name: str, rank: int, path: str, slot: str, factor: float) -> Reading:
+    def _readings(self, address: str, turn: Turn | None) -> list[Reading] | None:
+        """How the tensors of a quantized weight at ``address`` are read; None for a plain one, and for other slots."""
+        path, slot, part = split_address(self._own(address))
+        known, shards = self._schemes.get((path, part)), self._shards.get((path, part), (None, None))
+        if known is None or slot != "weight":
+            return None
+        module, scheme = known
+        if module.stack is not None:
+            part = _INTERLEAVED if module.stack.interleaved else None
+        pieces: list[tuple[str | None, tuple[ShardPlan | None, ShardPlan | None], Turn | None]]
+        pieces = [(part, shards, turn)]
+        if path in self._divided:
+            args = self._divided[path]
+            sizes = tuple(rows for _, rows in args.parts)
+            divided = enumerate(zip(args.parts, args.row_shards, strict=True))
+            pieces = [(own, (rows, None), Turn(1, sizes, place)) for place, ((own, _), rows) in divided]
+        experts = self._stacks.get(path)
+        return [
+            Reading(stored, module, {fill: join_address(path, fill, own) for fill in stored.fills}, *plans, experts, by)
+            for own, plans, by in pieces
+            for stored in scheme.stored
+        ]
+
+
+def _cache_scale(name: str, rank: int, path: str, slot: str, factor: float) -> tuple[Reading, ...]:
     """One number, stored with any rank; ``factor`` times it fills a slot of the attention layer at ``path``."""
     attention, _, last = name.rpartition(".")
     dtypes = ("float32", "bfloat16", "float16")
     stored = StoredTensor(last, (Dim(None),) * rank, dtypes, (slot,), lambda x: {slot: x.reshape(1).float() * factor})
-    return Reading(stored, Module(attention, 1, 1), {slot: f"{path}.{slot}"})
+    return (Reading(stored, Module(attention, 1, 1), {slot: f"{path}.{slot}"}),)
 
 
 def split_address(address: str) -> tuple[str, str, str | None]:

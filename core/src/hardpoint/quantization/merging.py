@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from hardpoint.checkpoint.reading import ONCE
 from hardpoint_plugin_api import CheckpointError, Scale, Scheme
-
-_ONCE = ("weight_group_index", "input_scale", "input_scale_2", "input_zero_point")
-"""Slots that a merged matrix has for each module while it loads, and once in all from then on."""
 
 
 def merge_schemes(schemes: Sequence[Scheme], rows: Sequence[int]) -> Scheme | None:
@@ -39,13 +37,13 @@ def by_row(scheme: Scheme) -> Scheme:
 def collapse_parts(
     weights: dict[str, torch.Tensor], path: str, matrix: str = "", *, stacked: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Make one of what each module brought: column groups [in], scale and zero point of activations [1].
+    """Make one of what each module brought: column groups [in], scale and zero point of activations [1] (``ONCE``).
 
     The slots are those of ``matrix`` ("w13."), where a layer has several. ``stacked`` ones keep their first axis.
     Raises CheckpointError where they differ, which they did not in the checkpoint that the layer was built for.
     """
     whole = dict(weights)
-    for name in _ONCE:
+    for name in sorted(ONCE):
         slot = f"{matrix}{name}"
         if slot not in weights:
             continue

@@ -38,6 +38,17 @@ def check_shards(path: str, scheme: Scheme, args: LinearArgs, advice: str = "") 
                     raise cut_error(path, dim.per, plan, what, advice + FEWER) from None
 
 
+def check_turned_shards(path: str, scheme: Scheme, args: LinearArgs) -> None:
+    """The same of a matrix whose parts take turns in the checkpoint: each rank reads it whole, so that only blocks of
+    rows may be cut."""
+    for plan in args.row_shards:
+        for block in (scale.block[0] for scale in scheme.weight.scales if scale.block[0] > 1):
+            try:
+                plan.blocks(block)
+            except ValueError:
+                raise cut_error(path, block, plan, "rows", FEWER) from None
+
+
 def _lacks(stored: StoredTensor, scheme: Scheme, axis: Literal["out", "in"]) -> bool:
     """Whether a tensor whose slots differ along ``axis`` of the matrix has no such axis itself. Where several rows have
     one scale, it may be of a merged matrix, and then is one number."""
