@@ -164,8 +164,8 @@ def test_a_stage_holds_its_own_layers(tmp_path: Path) -> None:
         blocks = [[number for number, _ in each.model.stack.blocks.named_children()] for each in blueprints(llm)]
         caches = [len(each.ctx.cache_users.users) for each in blueprints(llm)]
     assert held == [{"head", "embedding", "stack"}, {"stack"}, {"head", "stack", "norm"}]
-    assert blocks == [["0", "1"], ["2"], ["3"]]
-    assert caches == [2, 1, 1]
+    assert blocks == [["0"], ["1", "2"], ["3"]], "the table weighs more than a block"
+    assert caches == [1, 2, 1]
 
 
 def test_stages_share_block_tables() -> None:

@@ -24,6 +24,7 @@ from hardpoint.ops.call_names import CallNames
 from hardpoint.ops.shadow_check import ShadowCheck
 from hardpoint.ops.tracing import OpTracing
 from hardpoint.parallel.groups import Group, alone
+from hardpoint.parallel.stages import StageDivision
 from hardpoint.plugin_host import Offer, PluginSet
 from hardpoint.plugin_host.record import CORE
 from hardpoint.profiling import NO_RANGE, Profiler
@@ -73,6 +74,7 @@ class Context:
     op_tracing: OpTracing | None = None
     kernel_calls: KernelCalls = field(default_factory=lambda: KernelCalls(is_on=False))
     parallel: Parallel = field(default_factory=alone)
+    stages: StageDivision = field(default_factory=StageDivision)
     cache_users: ModelCaches = field(default_factory=ModelCaches)
     switches: KernelSwitches = field(default_factory=KernelSwitches)
     quantization: Quantization = field(default_factory=Quantization)

@@ -98,6 +98,10 @@ class EngineConfig(EngineSettings):
         if self.enable_expert_parallel and groups is not None and groups == 1:
             wanted = written("expert_parallel_size", groups, origins)
             raise ConfigError(f"{wanted} contradicts --enable-expert-parallel; leave one of them out")
+        if (layers := self.pipeline_parallel_layers) and len(layers) != self.pipeline_parallel_size:
+            given = written("pipeline_parallel_layers", layers, origins)
+            stages = written("pipeline_parallel_size", self.pipeline_parallel_size, origins)
+            raise ConfigError(f"{given} has {len(layers)} numbers; it must have one for each stage of {stages}")
         self._check_shared_experts(origins)
         self._check_balancing(origins)
         if self.executor == "torchrun" and self.core_process:

@@ -12,6 +12,7 @@ from hardpoint.config.types import (
     Bytes,
     CacheDtype,
     Count,
+    Counts,
     CustomOps,
     Deny,
     ExecutorKind,
@@ -206,6 +207,12 @@ class EngineSettings(BaseModel):
         1,
         "Number of pipeline stages. The model's layers are divided among them; each stage has --tensor-parallel-size "
         "ranks.",
+    )
+    pipeline_parallel_layers: Counts = setting(
+        Group.PARALLELISM,
+        (),
+        "Number of blocks on each pipeline stage, as 10,12,10. Default: by the bytes of their weights.",
+        "N,N",
     )
     data_parallel_size: Count = setting(
         Group.PARALLELISM,

@@ -16,7 +16,6 @@ from hardpoint.layers.base import PluggableLayer, sum_later
 from hardpoint.layers.decoder_block import DecoderBlock
 from hardpoint.layers.embedding import Embedding, LMHead
 from hardpoint.layers.norm import Norm
-from hardpoint.parallel.shards import stage_blocks
 from hardpoint_plugin_api import BlockArgs, EmbeddingArgs, ForwardStep, NormArgs, StackArgs
 
 
@@ -104,7 +103,9 @@ class CausalLM(nn.Module):
         super().__init__()
         ctx, stages = ctx.for_model(args.weight_names), ctx.parallel.pp
         is_first, is_last = stages.rank == 0, stages.rank == stages.size - 1
-        blocks = stage_blocks(len(args.blocks), stages)
+        blocks = ctx.stages.blocks(len(args.blocks), stages)
+        if stages.size > 1:
+            self.notes = (ctx.stages.words(len(args.blocks), stages.size),)
         if is_last or (is_first and args.tied):
             self.head = LMHead(ctx.child("head"), replace(args.embedding, tied=args.tied))
         if is_first:

@@ -20,20 +20,6 @@ def even_shard(full: int, group: RankGroup, what: str) -> ShardPlan | None:
     return ShardPlan.even(full, group.size, group.rank)
 
 
-def stage_blocks(full: int, stages: RankGroup) -> range:
-    """The numbers of the blocks, of ``full``, that this rank's pipeline stage has; the first stages have one more.
-
-    Raises ConfigError for fewer blocks than stages.
-    """
-    if full < stages.size:
-        raise ConfigError(
-            f"--pipeline-parallel-size {stages.size}: the model has {full} blocks, and each stage needs one; take at "
-            f"most {full}"
-        )
-    first, last = (-(-number * full // stages.size) for number in (stages.rank, stages.rank + 1))
-    return range(first, last)
-
-
 def vocab_shard(full: int, group: RankGroup) -> ShardPlan | None:
     """Pieces of equal size, the last padded; None where there is one rank."""
     return None if group.size == 1 else ShardPlan.padded(full, group.size, group.rank)
