@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.core import EngineCore
+from hardpoint.reference.attention import ReferenceAttention
 from tests.out_of_tree.build import Dist, importable, install
 from tests.parallel.ranks import ranks_in_threads
 from tests.support import built_library
@@ -208,6 +209,26 @@ def test_a_kernel_that_is_asked_for_is_waited_for(checkpoint: tuple[Path, PreTra
     go(builds)
     with small_llm(checkpoint[0], attention_backend="built", **PLAIN) as llm:
         assert serves(llm)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_backend_that_plans_by_exact_lengths_takes_over_where_no_drafts_are_verified(
+    checkpoint: tuple[Path, PreTrainedModel], builds: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    """The one that serves meanwhile takes bounds, as Triton's does; the one that is built does not, as FlashInfer's."""
+    monkeypatch.setattr(ReferenceAttention, "exact_lengths", False)
+    from hp_built import kernels  # type: ignore[import-not-found]  # installed by the fixture
+
+    monkeypatch.setattr(kernels.BuiltAttention, "exact_lengths", True)
+    folder, model = checkpoint
+    drafts: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": num_drafts} if num_drafts else {}
+    settings = PLAIN | drafts | {"deny": (*PLAIN["deny"], "attention.causal=cpu_paged")}
+    with small_llm(folder, **settings) as llm:
+        assert "reference" in {row.chosen for row in llm.table.rows if row.family == "attention"}
+        go(builds)
+        until(lambda: has_ended(llm))
+        check(llm, model)
+        assert serves(llm) == (num_drafts == 0)
 
 
 @pytest.mark.parametrize("builds", ["linear"], indirect=True)

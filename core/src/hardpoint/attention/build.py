@@ -51,7 +51,8 @@ def _built(
     if ctx.selector.postponed(plan.workload):
         joined: Any = joining(ctx, spec, entries)  # of phases.py
         backend = joined
-        ctx.switches.add(plan.workload, lambda other: joined.switch(_entries(ctx, spec, other, kind)))
+        drafts = ctx.config.num_drafts > 0
+        ctx.switches.add(plan.workload, lambda other: joined.switch(_entries(ctx, spec, other, kind), drafts))
     elif len({id(one) for _, one in entries}) > 1:
         backend = joining(ctx, spec, entries)
     plans = backend if planner is None else planner(backend)

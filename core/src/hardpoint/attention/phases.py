@@ -50,10 +50,11 @@ class _Phased(StepPlanner, Generic[_Backend]):
         self.capture = min(CaptureGrade.SINGLE_TOKEN, *decodes)  # type: ignore[misc]  # known only here
         self.exact_lengths = any(backend.exact_lengths for _, backend in entries)  # type: ignore[misc]  # as well
 
-    def switch(self, entries: Sequence[tuple[StepRange, _Backend]]) -> Switch:
+    def switch(self, entries: Sequence[tuple[StepRange, _Backend]], gives_bounds: bool) -> Switch:
         """A function that has other backends take the place of these, over the cache as it is.
 
-        Raises SwitchError where they need another cache, or smaller steps than the engine was built for.
+        ``gives_bounds``: steps may have bounds of lengths, since the engine verifies drafts. Raises SwitchError where
+        the others need another cache, smaller steps, or exact lengths where these did not.
         """
         limits = self.step_limits()
         for _, backend in entries:
@@ -61,7 +62,7 @@ class _Phased(StepPlanner, Generic[_Backend]):
                 raise SwitchError(f"{type(backend).__name__} needs a cache of another layout")
             if limits.intersect(backend.step_limits()) != limits:
                 raise SwitchError(f"{type(backend).__name__} needs smaller steps")
-            if backend.exact_lengths and not self.exact_lengths:
+            if gives_bounds and backend.exact_lengths and not self.exact_lengths:
                 raise SwitchError(f"{type(backend).__name__} plans by exact lengths")
             self._tell(backend)
         return partial(self._divide, entries)
