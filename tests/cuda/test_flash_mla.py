@@ -15,14 +15,13 @@ from hardpoint.conformance.families.attention import ERRORS
 from hardpoint.ops.error_model import compare
 from hardpoint.reference.latent_attention import ReferenceLatentAttention
 from hardpoint_cuda.flash_mla import FlashMlaAttention
-from hardpoint_cuda.flash_mla_cache import FlashMlaRows, token_bytes
+from hardpoint_cuda.flash_mla_cache import token_bytes
 from hardpoint_cuda.flash_mla_library import FLASH_MLA, split_into_powers
 from hardpoint_cuda.flash_mla_sparse import FlashMlaSparse, FlashMlaSparse8Bit
 from hardpoint_cuda.platform import CudaPlatform, describe_arch
 from hardpoint_plugin_api import (
     AttentionBatch,
     BuildContext,
-    CacheLayout,
     DeviceInfo,
     EagerGraphEngine,
     LatentBackend,
@@ -36,6 +35,7 @@ from tests.support.attention import MIXED, Piece, PluginConfigOnly
 from tests.support.checkpoints import DEEPSEEK_V2, DEEPSEEK_V32, random_prompts, write_checkpoint
 from tests.support.conformed import faults
 from tests.support.engines import small_llm
+from tests.support.flash_mla_reference import ReferenceOver8Bits
 from tests.support.flash_mla_stand_in import ARCH, CALLS
 from tests.support.installed_stand_in import installed
 from tests.support.latent import run_latent_backend
@@ -112,7 +112,7 @@ def test_steps_over_8_bits(arch: str, top_k: int) -> None:
     ARCH[0] = arch
     spec = replace(SPARSE, kv_dtype="float8_e4m3fn", top_k=top_k)
     pieces = (*MIXED, Piece(2, 190), Piece(40, 150))
-    check(FlashMlaSparse8Bit, ByReference, spec, pieces)
+    check(FlashMlaSparse8Bit, ReferenceOver8Bits, spec, pieces)
     assert CALLS["sparse_decode_fwd"]
     assert CALLS["sparse_prefill_fwd"]
 
@@ -149,15 +149,6 @@ def test_a_context_is_widened_some_pages_at_a_time() -> None:
         expected = stand_in._widened(cache["rows"][table[0].long()].flatten(0, 1)[:length])
         assert torch.equal(found, expected)
         assert largest.nbytes <= 4096 * 512 * 4
-
-
-class ByReference(ReferenceLatentAttention):
-    """The reference over FlashMLA's cache of 8 bits."""
-
-    layout: CacheLayout = FlashMlaRows()  # type: ignore[misc]  # a class variable, as the base has it
-
-    def store(self, call: LatentStoreCall) -> None:
-        FlashMlaSparse8Bit.store(cast(FlashMlaSparse8Bit, self), call)  # which needs the spec alone
 
 
 def test_bytes_of_a_token() -> None:
