@@ -19,6 +19,11 @@ from hardpoint.kernels.launch import Launcher, aligned, in_stages_that_fit
 Starts = tuple[int, ...]
 _SCAN = 32
 _MERGED_ROWS = 8
+_LEAST_VALUES = 64
+"""Elements of a tile of values in 16 bits. With 16 and 32 beside keys of 64 and more, Triton 3.6 makes wrong code for
+sm_90 without an error: on an H100, results were wrong, or the kernel read outside its shared memory
+(docs/measurements/h100.md).
+"""
 
 
 @triton.jit
@@ -184,7 +189,7 @@ def varlen_attention(
     rest = max(16, triton.next_power_of_2(size - block)) if size > block else 0
     num_tiles = tokens // rows + requests
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
-    value_block = max(16, triton.next_power_of_2(value_size))
+    value_block = max(_LEAST_VALUES if q.element_size() == 2 else 16, triton.next_power_of_2(value_size))
     constants = (heads, size, value_size, causal, _SCAN, rows, keys, block, rest, value_block)
     key = (q.dtype, *strides, *constants) if aligned(q, k, v, out, sums) else None
 
