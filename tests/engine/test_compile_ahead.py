@@ -11,9 +11,11 @@ import pytest
 
 from hardpoint.context import Context
 from hardpoint.engine.core import EngineCore
-from hardpoint.engine.execution.compile_ahead import run_compiled
+from hardpoint.engine.execution.compile_ahead import AheadCompiler
 from hardpoint.engine.execution.forward import Forward
+from hardpoint.engine.execution.graphs.graphs import Graphs
 from hardpoint.engine.execution.graphs.replay_check import ReplayCheck
+from hardpoint.engine.execution.memory.step_memory import StepMemory
 from hardpoint_cpu.platform import CpuPlatform
 from hardpoint_plugin_api import Platform
 from tests.support.checkpoints import write_checkpoint
@@ -78,8 +80,35 @@ def test_a_run_that_left_nothing_out_is_not_repeated(num_compiled: int) -> None:
         runs.append(len(runs))
         return runs[-1]
 
-    assert run_compiled(cast(Context, ctx), cast(Platform, platform), run) == len(runs) - 1
+    compiler = AheadCompiler(cast(Context, ctx), cast(Platform, platform))
+    assert compiler.run(run) == len(runs) - 1
     assert len(runs) == (2 if num_compiled else 1)
+    assert not compiler.has_met_all, "no whole step ran"
+    compiler.run_step(run)
+    assert compiler.has_met_all == (num_compiled == 0)
+
+
+@pytest.mark.parametrize("num_compiled", [0, 1])
+def test_captured_sizes_are_not_run_ahead_where_the_largest_steps_needed_no_compilation(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_compiled: int
+) -> None:
+    ran: list[str] = []
+
+    def ahead(platform: CpuPlatform, run: Callable[[], None]) -> int:
+        run()
+        return num_compiled
+
+    budget: Callable[..., int] = StepMemory.cache_budget
+
+    def cache_budget(memory: StepMemory, engine: Any) -> int:
+        memory.compiler.run_step(lambda: ran.append("step"))
+        return min(budget(memory, engine), 16 << 20)
+
+    monkeypatch.setattr(CpuPlatform, "compile_ahead", ahead)
+    monkeypatch.setattr(StepMemory, "cache_budget", cache_budget)
+    monkeypatch.setattr(Graphs, "compile_ahead", lambda graphs, compiled: ran.append("captured sizes"))
+    small_llm(folder, **RECORDABLE, kv_cache_memory=None).close()
+    assert ran == (["step", "step", "captured sizes"] if num_compiled else ["step"])
 
 
 def test_a_failure_ahead_of_time_is_left_to_the_first_step(

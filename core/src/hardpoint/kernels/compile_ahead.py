@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 from triton import AsyncCompileMode
 from triton.runtime.cache import FileCacheManager, get_cache_manager
 
+from hardpoint.kernels.compiler_hash import wait_for_hash
+
 _MOST_SECONDS = 300.0
 """How long children are waited for; then the kernels are compiled here, when they are first launched."""
 _ALLOCATIONS = frozenset(
@@ -39,6 +41,7 @@ def compile_ahead(run: Callable[[], None], device: torch.device) -> int:
     run was like any other. A kernel that cannot be compiled, or does not fit the device, is left to its first launch,
     which says so. Launches of other threads are left alone.
     """
+    wait_for_hash()
     num_cores = len(os.sched_getaffinity(0))
     with (
         ThreadPoolExecutor(num_cores, initializer=partial(torch.get_device_module(device).set_device, device)) as pool,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
+_threads: list[threading.Thread] = []
+
 
 def hash_early() -> None:
     """Begin to compute it in a thread.
@@ -12,7 +14,15 @@ def hash_early() -> None:
     It takes a third of a second, most of which runs without Python's lock, and the first kernel waits for it. Triton
     keeps the result. Without Triton, nothing happens.
     """
-    threading.Thread(target=_hash, name="hardpoint-triton-hash", daemon=True).start()
+    thread = threading.Thread(target=_hash, name="hardpoint-triton-hash", daemon=True)
+    _threads.append(thread)
+    thread.start()
+
+
+def wait_for_hash() -> None:
+    """Wait for what ``hash_early`` began: a kernel that is launched meanwhile would compute it once more."""
+    while _threads:
+        _threads.pop().join()
 
 
 def _hash() -> None:

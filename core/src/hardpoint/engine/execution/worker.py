@@ -11,7 +11,7 @@ from hardpoint.cache_users import united_retentions
 from hardpoint.context import Context
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.adapter_weights import AdapterWeights
-from hardpoint.engine.execution.compile_ahead import compile_ahead, run_compiled
+from hardpoint.engine.execution.compile_ahead import AheadCompiler
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.graphs import Graphs
 from hardpoint.engine.execution.graphs.replay_check import ReplayError
@@ -133,8 +133,9 @@ class Worker:
             ctx.resources.allocate(ctx.torch_device)
         stage = stage_of(ctx.parallel.pp, blueprint.facts.hidden_size, ctx.dtype, ctx.torch_device)
         sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
+        compiler = AheadCompiler(ctx, platform)
         with control.together():
-            reserved = bytes_to_sample(blueprint, sampler, limits) if stage.draws else 0
+            reserved = bytes_to_sample(blueprint, compiler, sampler, limits) if stage.draws else 0
             graph_engine = EagerGraphEngine if config.enforce_eager else platform.graph_engine
             longest = min(ctx.max_model_len, limits.max_context or ctx.max_model_len)
             groups = ctx.cache_users.cache_groups()
@@ -147,7 +148,7 @@ class Worker:
         else:
             # Not ``together``: its steps are collective. A rank that fails there says so at once, and the others, which
             # wait for it within a collective, are ended.
-            steps = StepMemory(ctx, platform, blueprint.model, stage, limits, geometry, vocab_size, reserved)
+            steps = StepMemory(ctx, platform, compiler, blueprint.model, stage, limits, geometry, vocab_size, reserved)
             budget = steps.cache_budget(graph_engine())
             # All sequences at their longest, one block each still being freed.
             enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
@@ -191,7 +192,8 @@ class Worker:
         if config.enable_lora:
             read["adapters"] = adapters
         holdings = Holdings(memory, read, {"resources": ctx.resources, "kv": cache})
-        graphs.compile_ahead(partial(compile_ahead, ctx, platform))
+        if not all(of_stage.exchange(compiler.has_met_all)):
+            graphs.compile_ahead(compiler.compile)
         graphs.prepare_ahead(cache.num_pages - 1)
         mark("graphs")
         found = control.exchange(graphs.check.culprits)  # the same on every rank of a stage
@@ -251,7 +253,7 @@ def start_speculation(blueprint: Blueprint, num_slots: int) -> Speculation | Non
     return Speculation(drafter, ctx.resources, num_slots, ctx.max_model_len, ctx.torch_device)
 
 
-def bytes_to_sample(blueprint: Blueprint, sampler: Sampler, limits: StepLimits) -> int:
+def bytes_to_sample(blueprint: Blueprint, compiler: AheadCompiler, sampler: Sampler, limits: StepLimits) -> int:
     """Bytes of an accelerator that a step's sampling takes at most. 0 on a host, whose memory is never all the cache's.
 
     Raises CapacityError where they are not free.
@@ -265,7 +267,7 @@ def bytes_to_sample(blueprint: Blueprint, sampler: Sampler, limits: StepLimits) 
     vocab_size, platform = blueprint.facts.vocab_size, blueprint.platform
     trial = partial(sampling_bytes, sampler, platform.memory, num_requests, num_drafts, vocab_size, ctx.dtype)
     try:
-        return run_compiled(ctx, platform, trial)
+        return compiler.run(trial)
     except Exception as error:
         if not is_want_of_memory(error):
             raise

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from hardpoint.context import Context
-from hardpoint.engine.execution.compile_ahead import run_compiled
+from hardpoint.engine.execution.compile_ahead import AheadCompiler
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.shapes import StepShape, bucketed, graph_bytes, most_captured_tokens
 from hardpoint.engine.execution.graphs.step_buffers import first_lengths, trial_step
@@ -36,6 +36,7 @@ class StepMemory:
 
     ctx: Context
     platform: Platform
+    compiler: AheadCompiler
     model: Model
     stage: Stage
     limits: StepLimits
@@ -132,7 +133,7 @@ class StepMemory:
 
     def _measured(self, tokens: int) -> _WatchedStep:
         """Run a step of ``tokens`` whose kernels are compiled."""
-        return run_compiled(self.ctx, self.platform, partial(self._run, tokens))
+        return self.compiler.run_step(partial(self._run, tokens))
 
     def _run(self, tokens: int, context: int = 0) -> _WatchedStep:
         """Run a step of prompts, whose tokens all lie in the null page.
