@@ -14,6 +14,8 @@ import hardpoint_plugin_api
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "core" / "src" / "hardpoint"
 NAMES = re.compile(r"\b(cuda|hip|rocm|xpu|nvidia|amd|intel|aiter|flashinfer|nccl|rccl)\b", re.IGNORECASE)
+FLAGS_OF_VLLM = re.compile(r'"--[a-z0-9-]+"')
+"""In the table of vLLM's names, which answers flags that core has not."""
 SOURCES = [path for path in sorted(CORE.rglob("*")) if path.suffix in {".py", ".toml", ".jinja"}]
 
 
@@ -23,7 +25,7 @@ def test_core_names_no_device_or_vendor() -> None:
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in SOURCES
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if NAMES.search(line)
+        if NAMES.search(FLAGS_OF_VLLM.sub("", line) if path.name == "vllm_names.toml" else line)
     ]
     assert not found, "\n".join(found)
 

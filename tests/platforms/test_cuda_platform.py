@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from hardpoint.kernels import launch
+from hardpoint.platforms.stream_graphs import parse_sizes
 from hardpoint.platforms.testing import write_tree
 from hardpoint.platforms.torch_accelerator import TorchAcceleratorPlatform
-from hardpoint_cuda.platform import CudaPlatform, describe, describe_arch, parse_sizes
+from hardpoint_cuda.platform import CudaPlatform, describe, describe_arch
 from hardpoint_plugin_api import NO_DEVICE, ConfigError, DeviceInfo, Fp8Format, NumaNode, Reason
 
 GIB = 2**30
@@ -238,11 +239,11 @@ def test_nvml_is_always_shut_down(tmp_path: Path, nvml: FakeNvml) -> None:
 
 
 def test_sizes_of_graphs_come_as_a_list() -> None:
-    assert parse_sizes("8, 1,2,2", "graph_batch_sizes") == (1, 2, 8)
-    assert parse_sizes("none", "graph_token_sizes") == ()
+    assert parse_sizes("8, 1,2,2", "cuda.graph_batch_sizes") == (1, 2, 8)
+    assert parse_sizes("none", "cuda.graph_token_sizes") == ()
     for wrong in ("", "1,two", "0", "-4", "1.5", "none"):
         with pytest.raises(ConfigError, match=r"cuda.graph_batch_sizes must be .*--enforce-eager"):
-            parse_sizes(wrong, "graph_batch_sizes")
+            parse_sizes(wrong, "cuda.graph_batch_sizes")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from hardpoint_plugin_api import (
     PlatformError,
 )
 
-CALLS_OF_THE_HOST = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"}
+CALLS_OF_THE_HOST = frozenset({"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"})
 """Operators whose results decide about others."""
 
 _RECORDING = threading.local()
@@ -48,7 +48,7 @@ class RecordedCalls(GraphEngine):
         if self.max_graphs is not None and len(self._alive) >= self.max_graphs:
             raise PlatformError(f"{self.max_graphs} steps are recorded; drop one before {key!r}")
         held = {name: x.clone() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
-        recorder = _Recorder(key)
+        recorder = Recorder(key)
         try:
             _RECORDING.recorder = recorder
             with recorder:
@@ -113,15 +113,17 @@ def recordable(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return call
 
 
-class _Recorder(TorchDispatchMode):
-    def __init__(self, key: Hashable) -> None:
+class Recorder(TorchDispatchMode):
+    """Notes torch's operators as they are called, with their results; raises PlatformError for one of ``refused``."""
+
+    def __init__(self, key: Hashable, refused: frozenset[str] = CALLS_OF_THE_HOST) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, which says nothing of types
-        self._key = key
+        self._key, self._refused = key, refused
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
-        if name in CALLS_OF_THE_HOST:
+        if name in self._refused:
             raise PlatformError(f"step {self._key!r} cannot be recorded: {name} gives the host a value")
         result = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, result))

@@ -14,12 +14,12 @@ from hardpoint.platforms.torch_accelerator import DeviceModule, TorchAccelerator
 from hardpoint.platforms.torch_build import TorchBuild, torch_build, torch_reason
 from hardpoint_cuda import nvml
 from hardpoint_cuda.nvml import Gpu, Nvml
-from hardpoint_plugin_api import NO_DEVICE, ConfigError, DeviceInfo, Fp8Format, GraphEngine, Reason
+from hardpoint_plugin_api import NO_DEVICE, DeviceInfo, Fp8Format, GraphEngine, Reason
 
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint_cuda.graphs import CaptureStream
+    from hardpoint.platforms.stream_graphs import CaptureStream
 
 _OVERLAPS = 90
 """The first architecture with programmatic dependent launch."""
@@ -134,22 +134,6 @@ def _unusable(root: Path, code: str, problem: str, fix: str) -> Reason:
     return Reason(code, f"{len(fields)} GPU(s) are present ({names}), but {problem}" if names else problem, fix=fix)
 
 
-def parse_sizes(text: str, key: str) -> tuple[int, ...]:
-    """Numbers from a list such as "1,2,4,8", ascending; none for "none". Raises ConfigError for anything else."""
-    if text == "none" and key != "graph_batch_sizes":
-        return ()
-    try:
-        sizes = sorted({int(part) for part in text.split(",") if part.strip()})
-    except ValueError:
-        sizes = [0]
-    if not sizes or sizes[0] < 1:
-        raise ConfigError(
-            f"cuda.{key} must be auto{'' if key == 'graph_batch_sizes' else ', none'} or positive numbers with commas "
-            f"between them, got {text!r}; to run without any graphs use --enforce-eager"
-        )
-    return tuple(sizes)
-
-
 class CudaPlatform(TorchAcceleratorPlatform):
     """NVIDIA GPUs. Decode steps are captured as CUDA graphs."""
 
@@ -169,11 +153,11 @@ class CudaPlatform(TorchAcceleratorPlatform):
     def activate(self, index: int) -> torch.device:
         """See Platform. Core's kernels overlap from now on, where the device can and the configuration lets them."""
         from hardpoint.kernels.compiler_hash import hash_early
-        from hardpoint_cuda.graphs import CaptureStream
+        from hardpoint.platforms.stream_graphs import CaptureStream
 
         hash_early()
         device = super().activate(index)
-        self._capture_stream = CaptureStream(device)
+        self._capture_stream = CaptureStream(device, self.device_module())
         try:
             from hardpoint_cuda.overlapped import OVERLAP
         except ImportError:  # no Triton, or one that none of these kernels is for
@@ -199,17 +183,10 @@ class CudaPlatform(TorchAcceleratorPlatform):
 
     def graph_engine(self) -> GraphEngine:
         """CUDA graphs of the sizes that the configuration lists. Raises ConfigError for such a list."""
-        from hardpoint_cuda.graphs import BATCH_SIZES, PIECE_SIZES, TOKEN_SIZES, CudaGraphs
+        from hardpoint.platforms.stream_graphs import sizes_of
+        from hardpoint_cuda.graphs import CudaGraphs
 
-        sizes = []
-        for key, auto in (
-            ("graph_batch_sizes", BATCH_SIZES),
-            ("graph_token_sizes", TOKEN_SIZES),
-            ("graph_piece_sizes", PIECE_SIZES),
-        ):
-            listed = str(self.config.get(key, "auto"))
-            sizes.append(auto if listed == "auto" else parse_sizes(listed, key))
-        return CudaGraphs(self._capture_stream, *sizes)
+        return CudaGraphs(self._capture_stream, *sizes_of(self.config, self.name))
 
     @contextmanager
     def profile(self, folder: Path) -> Iterator[None]:

@@ -6,12 +6,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hardpoint.platforms import host
 from hardpoint.platforms.torch_accelerator import DeviceModule, TorchAcceleratorPlatform
 from hardpoint.platforms.torch_build import TorchBuild, torch_build, torch_reason
-from hardpoint_plugin_api import NO_DEVICE, ConfigError, ConfigValue, DeviceInfo, Fp8Format, Reason
+from hardpoint_plugin_api import NO_DEVICE, ConfigError, ConfigValue, DeviceInfo, Fp8Format, GraphEngine, Reason
 from hardpoint_rocm.kfd import Gpu, read_gpus
+
+if TYPE_CHECKING:
+    import torch
+
+    from hardpoint.platforms.stream_graphs import CaptureStream
 
 # The kernel driver's runtime filters first; HIP then chooses among what is left, by its own variable or CUDA's.
 RUNTIME_VARIABLE = "ROCR_VISIBLE_DEVICES"
@@ -90,10 +96,11 @@ def _visible(environ: Mapping[str, str], gpus: list[Gpu]) -> list[Gpu] | Reason:
 
 
 class RocmPlatform(TorchAcceleratorPlatform):
-    """AMD GPUs. Steps run without graphs so far."""
+    """AMD GPUs. Steps are captured as HIP graphs where ``--rocm.graphs`` asks for it."""
 
     name = "rocm"
     collectives = "nccl"
+    _capture_stream: CaptureStream
 
     def __init__(self, info: DeviceInfo, config: Mapping[str, ConfigValue] | None = None) -> None:
         """Raises ConfigError for a cache layout that does not exist."""
@@ -105,6 +112,23 @@ class RocmPlatform(TorchAcceleratorPlatform):
     def detect(cls) -> DeviceInfo | Reason:
         """Read sysfs; no device is opened and torch is not imported."""
         return describe(host.ROOT, os.environ, torch_build())
+
+    def activate(self, index: int) -> torch.device:
+        """See Platform."""
+        from hardpoint.platforms.stream_graphs import CaptureStream
+
+        device = super().activate(index)
+        self._capture_stream = CaptureStream(device, self.device_module())
+        return device
+
+    def graph_engine(self) -> GraphEngine:
+        """HIP graphs of the sizes that the configuration lists, if it wants any. Raises ConfigError for such a list."""
+        if not self.config.get("graphs", False):
+            return super().graph_engine()
+        from hardpoint.platforms.stream_graphs import sizes_of
+        from hardpoint_rocm.graphs import HipGraphs
+
+        return HipGraphs(self._capture_stream, *sizes_of(self.config, self.name))
 
     def is_described(self, module: DeviceModule, index: int) -> bool:
         """Compare architectures: sysfs and torch name the same GPU differently."""
