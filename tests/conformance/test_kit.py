@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +404,22 @@ def test_the_command_reports_and_writes_a_certificate(
     assert "float32/random values passed" in " ".join(out.split())
 
 
+def test_a_report_for_the_authors(tried_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The failures with their faults, beside the machine: all that its authors ask somebody with the hardware for."""
+    file = tmp_path / "new" / "report.json"
+    command = ["conform", "tried", "--name", "tried_wrong", "--setting", "cpu.threads=1", "--in-process"]
+    assert hardpoint([*command, "--report", str(file)]) == 1
+    report = json.loads(file.read_text())
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"report written to {file}: {len(report['failures'])} failed checks, " in said
+    assert said.endswith("send it to the authors of tried 1.0.")
+    assert {fault["code"] for failure in report["failures"] for fault in failure["faults"]} >= {"gain"}
+    assert report["environment"]["packages"]["hardpoint-core"] == version("hardpoint-core")
+    assert report["certificate"]["summary"]["failed"] == len(report["failures"])
+    assert "results" not in report["certificate"]
+    assert not report["not_proved"]
+
+
 def test_a_run_says_how_its_certificate_is_kept(tried_plugin: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["conform", "tried", "--name", "tried_right", "--setting", "cpu.threads=1", "--in-process"]
     assert hardpoint(command) == 0
@@ -453,6 +470,7 @@ def test_what_was_tried_in_no_case_is_named(
         (["tried", "--timeout", "9" * 12], "not in the range 1<=x<=86400"),
         (["tried", "--setting", "speed=1"], "PLUGIN.KEY=VALUE"),
         (["tried", "--json", "/proc/nowhere/c.json"], "--json"),
+        (["tried", "--report", "/dev"], "--report: cannot write /dev: Is a directory"),
         (["tried", "--json", "/dev"], "--json: cannot write /dev: Is a directory"),
     ],
 )

@@ -106,6 +106,12 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
 )
 @click.option("--json", "json_file", metavar="FILE", help="File to write the certificate to. -: stdout.")
 @_COMPACT
+@click.option(
+    "--report",
+    "report_file",
+    metavar="FILE",
+    help="File for a plugin's authors: what failed, what was not proved, and this machine's versions and devices.",
+)
 @click.option("--all", "everything", is_flag=True, help="Print every check of every case, and cut no table short.")
 @click.option("--in-process", is_flag=True, help="Run everything in this process, for a debugger.")
 @click.option(
@@ -124,6 +130,7 @@ def conform(
     plugin: str,
     json_file: str | None,
     compact: bool,
+    report_file: str | None,
     everything: bool,
     in_process: bool,
     jobs: int | None,
@@ -140,7 +147,8 @@ def conform(
     from hardpoint.conformance.certify import certify
 
     wanted, plugins = Order(plugin, **order), discover()
-    _require_writable(json_file)
+    _require_writable("--json", json_file)
+    _require_writable("--report", report_file)
     try:
         with _Progress() as progress:
             certificate = certify(plugins, wanted, progress, isolated=not in_process, seconds=timeout, jobs=jobs)
@@ -158,6 +166,10 @@ def conform(
         if json_file:
             write_text(json_file, json.dumps(written.to_json(), indent=1) + "\n")
             click.echo(f"certificate written to {json_file}")
+    if report_file:
+        from hardpoint.cli.conform_report import write_report
+
+        write_report(report_file, plugins, certificate)
     return _exit_code(certificate)
 
 
@@ -185,11 +197,11 @@ def merge_certificates(files: Sequence[Path], json_file: str, compact: bool) -> 
     return _exit_code(whole)
 
 
-def _require_writable(json_file: str | None) -> None:
-    """Raise ConfigError where the certificate could not be written; the folder that it belongs in is made."""
-    if json_file and json_file != "-":
-        make_folder("--json", str(Path(json_file).parent))
-    check_writable("--json", json_file)
+def _require_writable(option: str, file: str | None) -> None:
+    """Raise ConfigError where ``file`` could not be written; the folder that it belongs in is made."""
+    if file and file != "-":
+        make_folder(option, str(Path(file).parent))
+    check_writable(option, file)
 
 
 def _counts(certificate: Certificate) -> bool:
