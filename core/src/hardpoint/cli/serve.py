@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     type=float,
     default=30.0,
     show_default=True,
-    help="Seconds after which one of these processes that does not react is killed and replaced.",
+    help="Seconds after which a process of --api-server-count that does not react is killed and replaced.",
 )
 @click.option("--max-body-bytes", type=int, default=8 * 2**20, show_default=True, help="Largest request body in bytes.")
 @click.option(

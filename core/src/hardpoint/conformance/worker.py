@@ -73,7 +73,7 @@ class Bench:
 
     @property
     def asked(self) -> Asked:
-        """The contributions to prove."""
+        """The contributions that the kit proves here."""
         return asked_of(self.offer.contribution, self.device)
 
     @property

@@ -283,9 +283,10 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestStream:
-        """Queue a prompt, or what a function that may take its time makes, and return the stream of its outputs.
+        """Queue a prompt and return the stream of its outputs.
 
-        ``generate`` in two steps, for callers that must know whether a request is valid before they begin an answer.
+        ``prompt`` may be a function that makes it: a thread calls it, so that it may take its time. ``submit`` is the
+        first half of ``generate``, for callers that must know whether a request is valid before they begin an answer.
         Use the stream as an async context manager, or close it: the request runs whether anybody reads or not.
         """
         params = self.default_sampling_params() if sampling_params is None else sampling_params

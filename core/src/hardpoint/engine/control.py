@@ -90,7 +90,7 @@ class Sleep(Verb[frozenset[MemoryTag]]):
 
 @dataclass(frozen=True)
 class WakeUp(Verb[frozenset[MemoryTag]]):
-    """Take the memory of those of ``tags`` that sleep, and return what sleeps on.
+    """Allocate the memory of ``tags`` again, where it is given back, and return the tags whose memory still is.
 
     Raises CapacityError where the memory is gone, CheckpointError and EngineError where weights cannot be read.
     """

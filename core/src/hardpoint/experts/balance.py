@@ -159,7 +159,7 @@ def place_experts(
 
 
 def balanced_experts(ctx: Context) -> list[BalancedExperts]:
-    """The balanced layers of a model, in their order."""
+    """The model's layers of experts that are balanced among ranks (``--enable-eplb``), first layer first."""
     return ctx.shared(_SHARED, list[BalancedExperts])
 
 

@@ -40,9 +40,10 @@ class DecodeTuning:
 
 @dataclass(frozen=True)
 class PrefillTuning:
-    """Constants of prefill attention: tiles in ascending order of rows.
+    """Constants of prefill attention: tiles (the queries that one program of the kernel computes), smallest first.
 
-    A step takes the largest with which it still makes ``programs`` programs, and none larger than what a request fills.
+    A step is cut by the largest tiles that still give it ``programs`` programs, enough to fill the device, and that
+    are no larger than the queries of its longest request.
     """
 
     programs: int

@@ -308,7 +308,7 @@ class LinearProbe:
 
     @cached_property
     def placed_bias(self) -> torch.Tensor | None:
-        """The bias, where there is one."""
+        """The bias on the device that is tested; None for a case without bias."""
         return None if self._bias is None else place(self._bias, self.subject.site.device)
 
     @cached_property

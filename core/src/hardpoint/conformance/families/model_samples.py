@@ -135,7 +135,10 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 
 def transformers_samples(architecture: str) -> tuple[ModelSample, ...]:
-    """Samples of an architecture that Transformers has; none of another."""
+    """Small random models, to be compared with Transformers' code, of the class that its config calls ``architecture``.
+
+    Empty where Transformers has no such class.
+    """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
 

@@ -46,7 +46,7 @@ class Executor(Protocol):
         ...
 
     def keep_up(self) -> None:
-        """Start an empty step, for the replicas that wait for one."""
+        """Start a step without requests: replicas that share experts with this one have steps to run, which all run."""
         ...
 
     def control(self, verb: Verb[R]) -> list[R]:

@@ -177,7 +177,7 @@ def capture_together(verb: CaptureTogether, worker: Worker) -> None:
 
 @on_rank.register(ReadRoutedExperts)
 def read_routed_experts(verb: ReadRoutedExperts, worker: Worker) -> list[Routed | None]:
-    """Read the pages that the sequences held."""
+    """Return the routed experts of each sequence, read from the pages that it held."""
     with torch.inference_mode():
         return [worker.routed_experts.read(held) for held in verb.held]
 

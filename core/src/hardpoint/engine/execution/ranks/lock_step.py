@@ -57,7 +57,7 @@ class LockStepExecutor:
         return self._ranks.submit(replace(step, replica_tokens=tokens, captured_tokens=captured))
 
     def keep_up(self) -> None:
-        """See Executor. Nobody waits for an empty step: the replicas that began the round wait for theirs."""
+        """See Executor. Returns before the empty step has run: no request is in it."""
         self.submit(self._empty)
 
     def control(self, verb: Verb[R]) -> list[R]:
