@@ -146,7 +146,7 @@ def test_pages_and_groups_that_tiles_do_not_take(aiter: None) -> None:
     def refused(**changes: Any) -> list[str]:
         return [r.code for r in AiterUnifiedAttention.supports(replace(SPEC, **changes).workload(), MI300X)]
 
-    assert refused(block_size=48) == ["block-size"]
+    assert refused(block_size=48) == refused(block_size=8) == ["block-size"]
     assert refused(num_heads=260) == ["head-group"]
     assert refused(kv_dtype="bfloat16") == ["kv-dtype"]
     assert not refused(block_size=96)

@@ -71,6 +71,7 @@ def unified_attention(
     rows = 128 if max_seqlen_q >= 256 else 16 if group <= 16 else 1 << (group - 1).bit_length()
     assert rows // group >= 1
     tile = min(64, 1 << (block - 1).bit_length())
+    assert tile >= 16, "a product of Triton's has 16 rows and columns at least"
     assert tile <= block or tile % block == 0, "TILE_SIZE needs to be divisible by block_size"
     assert block_table.shape[0] == requests
     assert all(-(-length // block) <= block_table.shape[1] for length in lengths)

@@ -16,8 +16,8 @@ from hardpoint_rocm.aiter_attention import AiterAttention, PromptMetadata, kv_dt
 from hardpoint_rocm.aiter_library import function, reasons_against
 
 UNIFIED = "ops.triton.attention.unified_attention.unified_attention"
-_TILE = 64
-"""Keys of a tile, of which smaller pages must be a whole part."""
+_TILES = (16, 64)
+"""Keys of a tile: as many as a page has, within these bounds. Of the largest, smaller pages must be a whole part."""
 _MOST_GROUP = 128
 """Rows of a prompt's tile: those of all query heads of a KV head, for one token at least."""
 
@@ -36,8 +36,8 @@ class AiterUnifiedAttention(AiterAttention):
         """Refuse pages and groups of heads that its tiles do not take, and an AITER that has the function otherwise."""
         found = kv_dtype_reasons(workload)
         block, heads, kv_heads = workload.block_size, workload.num_heads, workload.num_kv_heads
-        if block and block < _TILE and block & (block - 1):
-            supported = f"powers of two, and {_TILE} or more"
+        if block and block < _TILES[1] and (block < _TILES[0] or block & (block - 1)):
+            supported = "16, 32, and 64 or more"
             found.append(Reason("block-size", "tokens of a page", wanted=str(block), supported=supported))
         if heads and kv_heads and heads > _MOST_GROUP * kv_heads:
             most = f"up to {_MOST_GROUP}"
