@@ -33,6 +33,7 @@ ROW: Row = {
 ROWS = [
     (TritonBatchedExperts, ROW),
     (TritonBatchedExperts, ROW | {"dtype": "bfloat16", "widths": "odd", "mixture": "5x5", "bias": "bias"}),
+    (TritonBatchedExperts, ROW | {"dtype": "bfloat16", "batch": "many", "mixture": "5x5", "absent": "some-elsewhere"}),
     (TritonBatchedExperts, ROW | {"batch": "none", "mixture": "1x1", "activation": "swiglu_oai"}),
     (TritonBatchedExperts, ROW | {"spec": "int8-dynamic", "dtype": "bfloat16", "absent": "here"}),
     (TritonBatchedExperts, ROW | {"spec": "fp8-tiles", "dtype": "bfloat16", "batch": "one", "activation": "relu2"}),
