@@ -65,7 +65,7 @@ def test_a_checkpoints_bytes(tied: bool, tmp_path: Path) -> None:
     """All tensors are counted once, but a tied one on both ends."""
     model = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=4, tie_word_embeddings=tied)
     config = EngineConfig.create(model=str(tmp_path), **SMALL, pipeline_parallel_size=2)
-    found = draw(config).ctx.stages.weights
+    found = draw(config).model.division.weights
     assert found is not None
     sizes = {name: x.nbytes for name, x in model.state_dict().items()}
     table, norm = sizes["model.embed_tokens.weight"], sizes["model.norm.weight"]
@@ -82,7 +82,7 @@ def moe(folder: Path) -> PreTrainedModel:
 def test_experts_count_as_often_as_a_token_goes_to_them(tmp_path: Path) -> None:
     model = moe(tmp_path)
     config = EngineConfig.create(model=str(tmp_path), **SMALL, pipeline_parallel_size=2)
-    found = draw(config).ctx.stages.weights
+    found = draw(config).model.division.weights
     assert found is not None
     sizes = {name: x.nbytes for name, x in model.state_dict().items() if ".layers.3." in name}
     experts = sum(size for name, size in sizes.items() if ".mlp.experts." in name)

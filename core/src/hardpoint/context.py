@@ -24,7 +24,6 @@ from hardpoint.ops.call_names import CallNames
 from hardpoint.ops.shadow_check import ShadowCheck
 from hardpoint.ops.tracing import OpTracing
 from hardpoint.parallel.groups import Group, alone
-from hardpoint.parallel.stages import StageDivision
 from hardpoint.plugin_host import Offer, PluginSet
 from hardpoint.plugin_host.record import CORE
 from hardpoint.profiling import NO_RANGE, Profiler
@@ -34,6 +33,7 @@ from hardpoint.selection import Plan, Selector
 from hardpoint.selection.switches import KernelSwitches
 from hardpoint_plugin_api import (
     FAMILIES,
+    CheckpointTensors,
     ConfigError,
     ConfigValue,
     DeviceInfo,
@@ -52,7 +52,8 @@ T = TypeVar("T")
 class Context:
     """One engine's device, settings and choices, at one place (``path``) of the model under construction.
 
-    ``plugin`` is whose code gets it: metrics and ranges that it declares carry that name.
+    ``plugin`` is whose code gets it: metrics and ranges that it declares carry that name. ``headers`` returns the
+    checkpoint's tensors, None where it has none.
     """
 
     device: DeviceInfo
@@ -74,7 +75,7 @@ class Context:
     op_tracing: OpTracing | None = None
     kernel_calls: KernelCalls = field(default_factory=lambda: KernelCalls(is_on=False))
     parallel: Parallel = field(default_factory=alone)
-    stages: StageDivision = field(default_factory=StageDivision)
+    headers: Callable[[], CheckpointTensors | None] = lambda: None
     cache_users: ModelCaches = field(default_factory=ModelCaches)
     switches: KernelSwitches = field(default_factory=KernelSwitches)
     quantization: Quantization = field(default_factory=Quantization)

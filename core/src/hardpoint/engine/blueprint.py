@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,15 +29,13 @@ from hardpoint.engine.execution.runner import StepOps
 from hardpoint.engine.locations import model_location
 from hardpoint.engine.quantization_choice import choose_quantization, method_name
 from hardpoint.kernel_calls import KernelCalls
-from hardpoint.layers import CausalLM, CausalLMArgs, ModelFacts
-from hardpoint.layers.block_weights import block_weights
+from hardpoint.layers import CausalLM, ModelFacts
 from hardpoint.metrics import EngineMetrics
-from hardpoint.models.family import ModelArgs, choose_model
+from hardpoint.models.family import choose_model
 from hardpoint.ops.call_names import CallNames
 from hardpoint.ops.shadow_check import ShadowCheck
 from hardpoint.ops.tracing import OpTracing
 from hardpoint.parallel.groups import Groups
-from hardpoint.parallel.stages import StageDivision
 from hardpoint.parallel.topology import Coordinates
 from hardpoint.plugin_host import LockFile, Offer, PluginSet, discover
 from hardpoint.plugin_host.blame import blame, name_culprit
@@ -48,6 +47,7 @@ from hardpoint.selection import choose_platform as choose
 from hardpoint_plugin_api import (
     FAMILIES,
     CheckpointError,
+    CheckpointTensors,
     ConfigError,
     DeviceInfo,
     DrafterWorkload,
@@ -185,7 +185,7 @@ def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, r
         call_names=CallNames(platform.synchronize) if config.blame_ops and runs_here else None,
         op_tracing=OpTracing() if config.compiles and runs_here else None,
         parallel=groups.parallel(platform.collectives, here, config.step_timeout),
-        stages=_division(config, chosen.args, checkpoint),
+        headers=partial(_headers, config, checkpoint),
     )
     if config.num_drafts:
         ctx.select(DrafterWorkload(num_drafts=config.num_drafts))
@@ -202,16 +202,14 @@ def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, r
     return Blueprint(config, checkpoint, plugins, choice, platform, ctx, facts, model, ops, groups, here)
 
 
-def _division(config: EngineConfig, args: ModelArgs, checkpoint: Checkpoint) -> StageDivision:
-    """How blocks are divided among pipeline stages. They weigh alike where no files say what they weigh."""
-    is_weighed = config.topology.pipeline > 1 and not config.pipeline_parallel_layers and config.load_format != "random"
-    if not (is_weighed and isinstance(args, CausalLMArgs)):
-        return StageDivision(config.pipeline_parallel_layers)
+def _headers(config: EngineConfig, checkpoint: Checkpoint) -> CheckpointTensors | None:
+    """The checkpoint's tensors; None where no files say what they weigh."""
+    if config.load_format == "random":
+        return None
     try:
-        tensors = open_files(checkpoint.folder).tensors()
+        return open_files(checkpoint.folder).tensors()
     except CheckpointError:  # loading says what is wrong with them, and `explain` needs none
-        return StageDivision()
-    return StageDivision(weights=block_weights(args.weight_names, args.blocks, tensors, tied=args.tied))
+        return None
 
 
 def _refusals(config: EngineConfig, plugins: PluginSet, choice: PlatformChoice) -> Callable[[Offer], Reason | None]:

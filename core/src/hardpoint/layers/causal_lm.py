@@ -13,9 +13,11 @@ from torch import nn
 from hardpoint.checkpoint.reading import Address, first_slot
 from hardpoint.context import Context
 from hardpoint.layers.base import PluggableLayer, sum_later
+from hardpoint.layers.block_weights import block_weights
 from hardpoint.layers.decoder_block import DecoderBlock
 from hardpoint.layers.embedding import Embedding, LMHead
 from hardpoint.layers.norm import Norm
+from hardpoint.parallel.stages import StageDivision
 from hardpoint_plugin_api import BlockArgs, EmbeddingArgs, ForwardStep, NormArgs, StackArgs
 
 
@@ -94,7 +96,8 @@ class CausalLM(nn.Module):
     *states* of T tokens, [2, T, hidden]: the last block's result, and the residual to add it to.
     ``weight_names`` are those of the arguments, quantization considered, without weights of other stages.
     ``module_names`` has the address of each module's weight, as ``weight_names`` has it of a tensor without
-    quantization; None for a module of another stage. ``notes``: lines about how it was built, for ``explain``.
+    quantization; None for a module of another stage. ``division``: how stages divide the blocks. ``notes``: lines about
+    how it was built, for ``explain``.
     """
 
     notes: tuple[str, ...] = ()
@@ -103,9 +106,10 @@ class CausalLM(nn.Module):
         super().__init__()
         ctx, stages = ctx.for_model(args.weight_names), ctx.parallel.pp
         is_first, is_last = stages.rank == 0, stages.rank == stages.size - 1
-        blocks = ctx.stages.blocks(len(args.blocks), stages)
+        self.division = _division(ctx, args)
+        blocks = self.division.blocks(len(args.blocks), stages)
         if stages.size > 1:
-            self.notes = (ctx.stages.words(len(args.blocks), stages.size),)
+            self.notes = (self.division.words(len(args.blocks), stages.size),)
         if is_last or (is_first and args.tied):
             self.head = LMHead(ctx.child("head"), replace(args.embedding, tied=args.tied))
         if is_first:
@@ -153,6 +157,15 @@ class CausalLM(nn.Module):
         if self._logits_soft_cap is not None:
             logits = torch.tanh(logits / self._logits_soft_cap) * self._logits_soft_cap
         return logits
+
+
+def _division(ctx: Context, args: CausalLMArgs) -> StageDivision:
+    """How blocks are divided among pipeline stages."""
+    numbers = ctx.config.pipeline_parallel_layers
+    tensors = ctx.headers() if ctx.parallel.pp.size > 1 and not numbers else None
+    if tensors is None:
+        return StageDivision(numbers)
+    return StageDivision(weights=block_weights(args.weight_names, args.blocks, tensors, tied=args.tied))
 
 
 def _received(states: torch.Tensor) -> tuple[torch.Tensor, ...]:
