@@ -35,6 +35,11 @@ class TensorFiles(ABC):
         """Yield every tensor in the files' order; each is a view of a mapped file, to be dropped when the next is asked
         for."""
 
+    def of_rows(self, rows: Mapping[str, range]) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ``__iter__``, for a reader that looks at ``rows`` alone: of each tensor those along its first axis, and
+        nothing of tensors that are not there. Default: all can be looked at."""
+        return iter(self)
+
     @abstractmethod
     def info(self, name: str) -> TensorInfo:
         """Shape and dtype of a tensor, by its file's header; KeyError where there is none of that name."""

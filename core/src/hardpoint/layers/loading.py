@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -69,7 +70,7 @@ def load_weights(model: nn.Module, names: WeightNames, source: TensorSource, dev
         plan.check_headers(source)
     filling, tied = _Filling(plan, device, source.title), TiedHead(names, source.title, source.names)
     progress = LoadProgress(source.title, None if source.names is None else len(source.names))
-    for name, tensor in source:
+    for name, tensor in plan.stream(source, tied.compared):
         progress.note(tensor.nbytes)
         if (place := plan.place(name, source)) is not None:
             filling.take(name, tensor, place)
@@ -236,6 +237,34 @@ class _Plan:
                 full |= pieces
         return {name: place for name, place in self.places.items() if name in chosen}
 
+    def stream(self, source: TensorSource, compared: AbstractSet[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of ``source``. Of files, this rank's rows and ``compared`` tensors alone can be looked at."""
+        if not isinstance(source, TensorFiles):
+            return iter(source)
+        here = source.names
+        rows = {name: self._rows(place, source.info(name)) for name, place in self.places.items() if name in here}
+        rows |= {name: _all_rows(source.info(name)) for name in compared & here}
+        return source.of_rows(rows)
+
+    def _rows(self, place: _Place, tensor: TensorInfo) -> range:
+        """The rows of a stored tensor, along its first axis, that this rank copies something of."""
+        if place.readings or place.grouped or len(place.targets) != 1 or not tensor.shape:
+            return _all_rows(tensor)
+        (target,) = place.targets.values()
+        slot = self.slots[target.layer, target.slot]
+        if target.orders:
+            return _all_rows(tensor)
+        if slot.stack and target.part is None:
+            return range(min(slot.stack), max(slot.stack) + 1)
+        shard = slot.shard(target.part)
+        if shard is None or shard[0] != len(slot.shape) - len(tensor.shape):
+            return _all_rows(tensor)
+        pieces = shard[1].own
+        return range(
+            min((piece.source for piece in pieces), default=0),
+            max((piece.source + piece.count for piece in pieces), default=0),
+        )
+
     def place(self, name: str, source: TensorSource) -> _Place | None:
         """Where tensor ``name`` goes, None where nobody needs it. Raises CheckpointError for one without a place."""
         if self._is_extra(name):
@@ -289,6 +318,10 @@ class _Plan:
         elements = name.split(".")
         modules = (".".join(elements[:cut]) + ".*" for cut in range(1, len(elements)))
         return not self.unneeded.isdisjoint((name, *modules))
+
+
+def _all_rows(tensor: TensorInfo) -> range:
+    return range(tensor.shape[0] if tensor.shape else 1)
 
 
 def _listed(names: list[str], most: int = 8) -> str:

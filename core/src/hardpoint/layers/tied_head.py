@@ -26,13 +26,14 @@ class TiedHead:
         heads = [name for name, place in names.items() if place is None and name.endswith(_HEAD)]
         heads = [name for name in heads if stored is None or name in stored]
         embeddings = [name for name, place in names.items() if isinstance(place, str) and place.endswith(_SLOTS)]
-        self._compared = {*heads, *embeddings} if heads and embeddings else set[str]()
+        self.compared = {*heads, *embeddings} if heads and embeddings else set[str]()
+        """The tensors of which rows are looked at."""
         self._title = title
         self._seen: dict[str, tuple[torch.Size, torch.Tensor]] = {}
 
     def see(self, name: str, tensor: torch.Tensor) -> None:
         """Take the next tensor into account. Raises CheckpointError, naming both, for a head unlike the embedding."""
-        if name not in self._compared:
+        if name not in self.compared:
             return
         step = -(-len(torch.atleast_1d(tensor)) // _ROWS) or 1
         rows = torch.atleast_1d(tensor)[::step].clone()
