@@ -113,6 +113,14 @@ def test_the_size_that_all_can_replay(captured: tuple[set[int], ...], expected: 
     assert captured_by_all(Share(1, frozenset(each)) for each in captured) == expected
 
 
+def test_large_steps_are_not_mostly_padding() -> None:
+    sizes = frozenset({512, 2048})
+    assert captured_by_all([Share(400, sizes), Share(1, sizes)]) == 512
+    long = Share(1900, frozenset({2048}))
+    assert captured_by_all([long, Share(3, sizes)]) == 0
+    assert captured_by_all([long, Share(200, sizes)]) == 2048
+
+
 def test_replicas_that_cannot_meet(tmp_path: Path) -> None:
     with pytest.raises(EngineDeadError, match="replica 0, with which this one shares experts, did not come within 0 s"):
         Rounds.join(1, 2, tmp_path, 0.0, 1.0)

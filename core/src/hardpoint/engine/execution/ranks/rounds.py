@@ -27,6 +27,8 @@ CLOSED = "the engine is closed"
 _GRACE = 0.5
 """Seconds for a replica that is gone to be missed where all are watched, and its end be told with its reason."""
 _RETRY_SECONDS = 0.01
+_SMALL_STEP = 512
+"""Tokens from which on the kernels of an 8B model take as long as the host (docs/measurements/h200.md)."""
 _NUMBER = struct.Struct("<q")
 _LEAVES = b""
 """In place of a step: the replica is being closed."""
@@ -52,8 +54,14 @@ class Share:
 
 
 def captured_by_all(shares: Iterable[Share]) -> int:
-    """The least number of tokens to which all replicas' steps may be padded to replay graphs; 0: there is none."""
-    return min(frozenset.intersection(*(share.captured for share in shares)), default=0)
+    """The least number of tokens to which all replicas' steps may be padded to replay graphs; 0: there is none.
+
+    Of large steps at most half is padding: a graph saves the host's time, and padding takes the device's.
+    """
+    shares = tuple(shares)
+    least = min(frozenset.intersection(*(share.captured for share in shares)), default=0)
+    is_worth_it = least <= _SMALL_STEP or least * len(shares) <= 2 * sum(share.tokens for share in shares)
+    return least if is_worth_it else 0
 
 
 class Rounds:
