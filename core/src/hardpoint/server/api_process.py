@@ -35,7 +35,7 @@ from hardpoint.server.fleet_messages import (
 from hardpoint.server.host import EngineHost
 from hardpoint.server.listening import SharedListener
 from hardpoint.server.peers import OpenRequests, Question, T
-from hardpoint.server.run import Server, open_store, open_traces, share_log
+from hardpoint.server.run import Server, open_store, open_traces, share_log, take_short_turns
 from hardpoint.server.service import Service
 from hardpoint.server.settings import ServerSettings
 from hardpoint_plugin_api import EngineDeadError, HardpointError
@@ -70,6 +70,7 @@ def serve_api(
 ) -> None:
     """The target of such a process."""
     share_log(settings)
+    take_short_turns()
     try:
         service = Service(EngineHost(config, functools.partial(connect_shared, connection=place.engine)), settings)
         service.created = place.created
