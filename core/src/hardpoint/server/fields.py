@@ -46,14 +46,16 @@ def take_unknown(part: object, place: str = "") -> list[str]:
     if isinstance(part, UnknownPart):
         return [f"{place}.{part.type}"]
     if isinstance(part, list):
-        return [name for number, each in enumerate(part) for name in take_unknown(each, f"{place}[{number}]")]
+        parts = ((number, each) for number, each in enumerate(part) if type(each) is not int)  # token ids are many
+        return [name for number, each in parts for name in take_unknown(each, f"{place}[{number}]")]
     if not isinstance(part, ProtocolModel):
         return []
     prefix = f"{place}." if place else ""
     found = [prefix + name for name in part.model_extra or ()]
     part.__pydantic_extra__ = {}
     for name, value in part.__dict__.items():
-        found += take_unknown(value, prefix + name)
+        if value is not None:  # of some sixty fields a request has few
+            found += take_unknown(value, prefix + name)
     return found
 
 
