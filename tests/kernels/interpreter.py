@@ -7,11 +7,15 @@ were defined to be compiled are interpreted when they are called.
 In 3.7.1 the interpreter holds bfloat16 and 8-bit floats as integers of their bits, and multiplies those in ``tl.dot``;
 adds and multiplies them so elsewhere too; it takes integers to bfloat16 by their bits; and it cuts off where devices
 round to the nearest, ties to even.
+
+Half of its time goes to results that it computes again for each value: the shape in the terms of the language, NumPy's
+name of a type, and whether a sum of integers overflows. The last it tells nobody: that is an assertion of debug mode.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +38,7 @@ _TORCH = {
     "fp8e5b16": torch.float8_e5m2fnuz,
 }
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ADDRESS = np.dtype(np.uint64)
 _AS_BITS = ("bf16", "fp8e4nv", "fp8e5", "fp8e4b8", "fp8e5b16")
 """The types whose elements the interpreter holds as integers."""
 
@@ -41,6 +46,7 @@ _convert_float = interpreter._convert_float
 _create_dot = interpreter.InterpreterBuilder.create_dot
 _binary_op = interpreter.InterpreterBuilder.binary_op
 _create_fma = interpreter.InterpreterBuilder.create_fma
+_number_type = functools.cache(interpreter._get_np_dtype)
 
 
 def interpret() -> None:
@@ -60,11 +66,52 @@ def interpret() -> None:
     interpreter.InterpreterBuilder.get_bf16 = _constant
     interpreter.InterpreterBuilder.binary_op = _binary
     interpreter.InterpreterBuilder.create_fma = _fma
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter._get_np_dtype = _numpy_type
+    core.tensor.__init__ = _init_tensor
+    core.block_type.__init__ = _init_block
+    core.block_type.__eq__ = _is_same_block
+    core.block_type.name = property(lambda block: f"<{block.shape}, {block.element_ty}>")
 
 
 @functools.cache
 def _interpreted(function: Callable[..., Any]) -> Any:
     return interpreter.InterpretedFunction(function)
+
+
+def _numpy_type(kind: Any) -> Any:
+    scalar = kind.scalar
+    return _ADDRESS if isinstance(scalar, tl.pointer_type) else _number_type(scalar)
+
+
+def _init_tensor(tensor: Any, handle: Any, kind: Any) -> None:
+    """As the language does it."""
+    tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+    tensor.shape, tensor.numel = _shape_and_size(kind.shape if kind.is_block() else ())
+
+
+def _init_block(block: Any, element: Any, shape: Any) -> None:
+    """As the language does it, but for the name, which is written when it is asked for."""
+    block.element_ty = element
+    block.shape, block.numel = _checked_shape(tuple(core._unwrap_shape(shape)))
+
+
+@functools.cache
+def _checked_shape(shape: tuple[int, ...]) -> tuple[Any, int]:
+    if not shape:
+        raise TypeError("0d block_type is forbidden")
+    return core.tuple(shape), core.validate_block_shape(shape)
+
+
+def _is_same_block(block: Any, other: object) -> bool:
+    if not isinstance(other, core.block_type):
+        return False
+    return bool(block.element_ty == other.element_ty and block.shape.values == other.shape.values)
+
+
+@functools.cache
+def _shape_and_size(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
 
 
 def _converted(bits: Any, source: Any, target: Any, rounding: Any) -> Any:
