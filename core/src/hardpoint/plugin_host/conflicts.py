@@ -8,7 +8,7 @@ nothing changes.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hardpoint.plugin_host.order import find_cycles
@@ -23,9 +23,10 @@ def refuse_conflicts(records: Sequence[PluginRecord]) -> None:
     """Refuse each plugin among the ready ones that conflicts with another or builds on something that is not there."""
     _refuse_shared_names(_ready(records))
     _refuse_repetitions(_ready(records))
-    _refuse_rivals(_ready(records), of_core=True)
+    claims = {record: dict(sorted(_claims(record).items())) for record in _ready(records)}
+    _refuse_rivals(_ready(records), claims, of_core=True)
     _refuse_unfounded(records)
-    _refuse_rivals(_ready(records), of_core=False)
+    _refuse_rivals(_ready(records), claims, of_core=False)
     _refuse_cycles(_ready(records))
     _refuse_unfounded(records)
 
@@ -79,15 +80,19 @@ def _meet(some: frozenset[str], others: frozenset[str]) -> bool:
     return not some or not others or bool(some & others)
 
 
-def _refuse_rivals(ready: Sequence[PluginRecord], *, of_core: bool) -> None:
+def _refuse_rivals(
+    ready: Sequence[PluginRecord], claims: Mapping[PluginRecord, Mapping[str, frozenset[str]]], *, of_core: bool
+) -> None:
     """Refuse plugins that claim the same: against core the other one, between third parties both."""
     holders: dict[str, dict[PluginRecord, frozenset[str]]] = defaultdict(dict)
     for record in ready:
-        for claim, platforms in sorted(_claims(record).items()):
+        for claim, platforms in claims[record].items():
             holders[claim][record] = platforms
     for claim, places in holders.items():
+        if len(places) < 2:
+            continue
         rivals = [r for r in places if any(r is not s and _meet(places[r], places[s]) for s in places)]
-        if len(rivals) < 2 or of_core != any(r.is_core for r in rivals):
+        if not rivals or of_core != any(r.is_core for r in rivals):
             continue
         message = f"{_join(r.title for r in rivals)} would each {claim}"
         for record in rivals:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Literal
 
 from hardpoint.plugin_host import Offer
 from hardpoint.selection.tuning import Verdict
@@ -40,10 +42,26 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A candidate that is not in the plan, with every reason."""
+    """A candidate that is not in the plan. ``find`` returns every reason: it is called when they are read.
+
+    A start asks whether there is a reason against each of several hundred candidates, and reads none.
+    """
 
     offer: Offer
-    reasons: tuple[Reason, ...]
+    find: Callable[[], Sequence[Reason]] = field(compare=False, repr=False)
+
+    @classmethod
+    def because(cls, offer: Offer, reason: Reason) -> Rejection:
+        """A rejection for one reason."""
+        return cls(offer, partial(tuple, (reason,)))
+
+    @cached_property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Every reason."""
+        return tuple(self.find())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rejection, (self.offer, partial(tuple, self.reasons))
 
 
 @dataclass(frozen=True)
@@ -76,8 +94,24 @@ class Plan:
         return Choice(
             self.workload,
             tuple(_named(entry.offer) for entry in self.entries),
-            {_named(rejection.offer): rejection.reasons for rejection in self.rejected},
+            _Refused(self.rejected),
         )
+
+
+class _Refused(Mapping[tuple[str, str], tuple[Reason, ...]]):
+    """Reasons by plugin and name, found when they are read."""
+
+    def __init__(self, rejected: Sequence[Rejection]) -> None:
+        self._rejected = {_named(rejection.offer): rejection for rejection in rejected}
+
+    def __getitem__(self, named: tuple[str, str]) -> tuple[Reason, ...]:
+        return self._rejected[named].reasons
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._rejected)
+
+    def __len__(self) -> int:
+        return len(self._rejected)
 
 
 def _named(offer: Offer) -> tuple[str, str]:

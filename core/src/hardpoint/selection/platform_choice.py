@@ -76,15 +76,15 @@ def choose_platform(plugins: PluginSet, settings: Settings) -> PlatformChoice:
         )
     winner = _automatic(plugins, found, refused)
     rule: Rule = "flag" if choice else "only candidate" if len(offers) == 1 else "priority"
-    rejected = [Rejection(o, (reason,)) for o, reason in refused.items()]
+    rejected = [Rejection.because(o, reason) for o, reason in refused.items()]
     if choice:
         others = (o for o in plugins.offers("platform") if o != winner)
-        rejected += [Rejection(o, (_not_asked_for(choice.name),)) for o in others]
+        rejected += [Rejection.because(o, _not_asked_for(choice.name)) for o in others]
     else:
         after = Reason(
             "comes-after", f"an accelerator or a platform of higher priority is here: {winner.contribution.name}"
         )
-        rejected += [Rejection(o, (after,)) for o in found if o != winner]
+        rejected += [Rejection.because(o, after) for o in found if o != winner]
     plan = Plan(PlatformWorkload(), (PlanEntry(StepRange(), winner, rule),), tuple(rejected))
     platform_class, device = cast(tuple[type[Platform], DeviceInfo], answers[winner])
     return PlatformChoice(platform_class, device, plan)
@@ -109,7 +109,7 @@ def preset_choice(plugins: PluginSet, settings: Settings, name: str) -> Platform
     winner = next((o for o in offers if o.contribution.name == device.platform), None)
     if winner is None:
         raise UnknownNameError("platform", device.platform, (o.contribution.name for o in offers))
-    rejected = tuple(Rejection(o, (_not_asked_for(f"--device {name}"),)) for o in offers if o is not winner)
+    rejected = tuple(Rejection.because(o, _not_asked_for(f"--device {name}")) for o in offers if o is not winner)
     plan = Plan(PlatformWorkload(), (PlanEntry(StepRange(), winner, "flag"),), rejected)
     return PlatformChoice(cast(type[Platform], plugins.load(winner)), device, plan)
 

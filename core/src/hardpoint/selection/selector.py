@@ -8,8 +8,9 @@ automatic choice may pass over a candidate, and keeps the trace.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
 
 from hardpoint.adapters.candidates import AdaptedOffer, adapted_offers
@@ -162,25 +163,25 @@ class Selector:
         """The priority of ``offer`` in all steps of a range, which a preference of its contribution may set."""
         return _priority_in(where, offer, self._preferences(offer, workload))
 
-    def _static_reasons(self, offer: Offer, workload: Workload) -> list[Reason]:
+    def _objections(self, offer: Offer, workload: Workload) -> Iterator[Reason]:
         """Everything that data can say against ``offer``."""
-        contribution, reasons = offer.contribution, []
+        contribution = offer.contribution
         if contribution.platforms and self.device.platform not in contribution.platforms:
-            reasons.append(
-                Reason(
-                    "platform",
-                    "it is for another platform",
-                    wanted=self.device.platform,
-                    supported=", ".join(contribution.platforms),
-                )
+            yield Reason(
+                "platform",
+                "it is for another platform",
+                wanted=self.device.platform,
+                supported=", ".join(contribution.platforms),
             )
         if contribution.family == "op" and offer.plugin != CORE:
             switched_off = self.settings.op_switched_off(str(contribution.of))
-            reasons += [switched_off] if switched_off else []
+            if switched_off:
+                yield switched_off
         refused = self._refuses(offer.inner if isinstance(offer, AdaptedOffer) else offer)
-        reasons += [refused] if refused else []
+        if refused:
+            yield refused
         context = CheckContext(Request(self.device, workload), offer.api)
-        return reasons + [r for requirement in contribution.requirements if (r := self._unmet(requirement, context))]
+        yield from (r for requirement in contribution.requirements if (r := self._unmet(requirement, context)))
 
     def _preferences(self, offer: Offer, workload: Workload) -> tuple[Preference, ...]:
         """The preferences of ``offer`` that hold for ``workload`` in some steps."""
@@ -235,16 +236,16 @@ class _Contest:
     """One request being decided.
 
     ``postpones``: candidates that must be built first are passed over, unless they are asked for by name. ``rejected``
-    holds what data and the target itself say against a candidate. Candidates that are replaced, leave a gap or come
-    after another are not in there: these change with every candidate that drops out. ``gaps`` are the offers whose
-    layout, in the last round, had no winner for some steps.
+    finds what data and the target itself say against a candidate; one objection decides. Candidates that are replaced,
+    leave a gap or come after another are not in there: these change with every candidate that drops out. ``gaps`` are
+    the offers whose layout, in the last round, had no winner for some steps.
     """
 
     selector: Selector
     workload: Workload
     postpones: bool = False
     offers: list[Offer] = field(init=False)
-    rejected: dict[Offer, list[Reason]] = field(default_factory=dict)
+    rejected: dict[Offer, Callable[[], Iterable[Reason]]] = field(default_factory=dict)
     gaps: set[Offer] = field(default_factory=set)
     proven: set[Offer] = field(default_factory=set)
     preferences: dict[Offer, tuple[Preference, ...]] = field(default_factory=dict)
@@ -265,15 +266,16 @@ class _Contest:
 
     def candidates(self) -> tuple[Offer, ...]:
         self._judge_by_data()
-        while unproven := [o for o in self.offers if o not in self.proven and not self._against(o)]:
+        while unproven := [o for o in self.offers if o not in self.proven and self._is_eligible(o)]:
             for offer in unproven:
                 self._prove(offer, None)
-        return tuple(o for o in self.offers if not self._against(o))
+        return tuple(filter(self._is_eligible, self.offers))
 
     def _judge_by_data(self) -> None:
         for offer in self.offers:
-            if reasons := self.selector._static_reasons(offer, self.workload):
-                self.rejected[offer] = reasons
+            objections = partial(self.selector._objections, offer, self.workload)
+            if next(objections(), None):
+                self.rejected[offer] = objections
 
     def decide(self) -> Plan:
         self._judge_by_data()
@@ -284,7 +286,7 @@ class _Contest:
             self._hold_to(choice)
         verdicts = self.selector._tuning.verdicts(self.selector.device, self.workload)
         while True:
-            eligible = [o for o in self.offers if not self._against(o)]
+            eligible = list(filter(self._is_eligible, self.offers))
             entries = self._winners(eligible, choice, verdicts)
             unproven = [e.offer for e in entries if e.offer not in self.proven]
             if not unproven:
@@ -292,17 +294,25 @@ class _Contest:
             for offer in dict.fromkeys(unproven):
                 self._prove(offer, choice)
 
-    def _against(self, offer: Offer) -> list[Reason]:
-        """Every reason that keeps ``offer`` from being considered at all.
+    def _is_eligible(self, offer: Offer) -> bool:
+        return offer not in self.rejected and self._replacement(offer) is None
+
+    def _replacement(self, offer: Offer) -> Offer | None:
+        """The candidate that takes the place of ``offer``.
 
         Only a candidate that could itself serve takes another's place: a plugin for another device must not cost this
         one its reference.
         """
-        original = offer.inner if isinstance(offer, AdaptedOffer) else offer
-        name = original.contribution.name
-        by = next((o for o in self.replacing if o.contribution.replaces == name and o not in self.rejected), None)
+        if not self.replacing:
+            return None
+        name = (offer.inner if isinstance(offer, AdaptedOffer) else offer).contribution.name
+        return next((o for o in self.replacing if o.contribution.replaces == name and o not in self.rejected), None)
+
+    def _against(self, offer: Offer) -> list[Reason]:
+        """Every reason that keeps ``offer`` from being considered at all."""
+        by, found = self._replacement(offer), self.rejected.get(offer)
         replaced = [Reason("replaced", f"plugin {by.plugin} replaces it by {by.contribution.name}")] if by else []
-        return self.rejected.get(offer, []) + replaced
+        return [*(found() if found else ()), *replaced]
 
     def _hold_to(self, choice: Choice) -> None:
         """Fail closed where the candidate asked for by name does not exist or cannot serve."""
@@ -315,7 +325,7 @@ class _Contest:
                 {o.contribution.name for o in self.offers},
                 f"Asked for by {choice.flag}.",
             )
-        if self._against(named[0]):
+        if not self._is_eligible(named[0]):
             self._refuse(choice, named[0])
 
     def _is_offered(self, choice: Choice) -> bool:
@@ -334,13 +344,13 @@ class _Contest:
         if not reasons:
             self.proven.add(offer)
             return
-        self.rejected[offer] = reasons
+        self.rejected[offer] = partial(tuple, reasons)
         if choice and is_asked:
             self._refuse(choice, offer)
 
     def _refuse(self, choice: Choice, offer: Offer) -> NoReturn:
         reasons = self._against(offer) or [_leaves_a_gap(offer)]
-        alternatives = [o.contribution.name for o in self.offers if o not in self.gaps and not self._against(o)]
+        alternatives = [o.contribution.name for o in self.offers if o not in self.gaps and self._is_eligible(o)]
         raise SelectionError(
             f"{choice.flag} {choice.name}: it cannot serve {self._title()} ({self.workload.key()}). "
             f"Can serve: {', '.join(alternatives) or 'nothing'}.",
@@ -412,15 +422,13 @@ class _Contest:
     def _plan(self, entries: Sequence[PlanEntry], choice: Choice | None) -> Plan:
         winners = {e.offer for e in entries}
 
-        def last_word(offer: Offer) -> Reason:
-            return _leaves_a_gap(offer) if offer in self.gaps else self._outdone(offer, entries, choice)
+        def found_against(offer: Offer) -> list[Reason]:
+            if against := self._against(offer):
+                return against
+            return [_leaves_a_gap(offer) if offer in self.gaps else self._outdone(offer, entries, choice)]
 
-        rejected = tuple(
-            Rejection(offer, tuple(self._against(offer) or [last_word(offer)]))
-            for offer in self.offers
-            if offer not in winners
-        )
-        return Plan(self.workload, tuple(entries), rejected)
+        rejected = (Rejection(offer, partial(found_against, offer)) for offer in self.offers if offer not in winners)
+        return Plan(self.workload, tuple(entries), tuple(rejected))
 
     def _outdone(self, offer: Offer, entries: Sequence[PlanEntry], choice: Choice | None) -> Reason:
         """Why ``offer``, which could serve, wins no range."""
