@@ -113,16 +113,20 @@ class _Numbers:
         self.truth = torch.where(self.rounded.isfinite(), truth.double().reshape(-1, columns), self.own)
 
     def judge(self) -> Comparison:
-        misplaced = (_kind(self.actual) != _kind(self.own)) & (_kind(self.actual) != _kind(self.rounded))
-        if misplaced.any():
-            return Comparison([Fault("non-finite", self.where, self._mismatch(misplaced))])
+        finite = self.actual.isfinite() & self.own.isfinite()
+        if not (all_finite := bool(finite.all())):
+            misplaced = (_kind(self.actual) != _kind(self.own)) & (_kind(self.actual) != _kind(self.rounded))
+            if misplaced.any():
+                return Comparison([Fault("non-finite", self.where, self._mismatch(misplaced))])
         if self.rounded.any() and not self.actual.any():
             return Comparison([Fault("all-zero", self.where, self._mismatch(self.rounded != 0))])
-        finite = self.actual.isfinite() & self.truth.isfinite()
-        truth = torch.where(finite, self.truth, 0.0)
+        truth, error, own_error = self.truth, self.actual - self.truth, self.own - self.truth
+        if not all_finite:
+            finite = self.actual.isfinite() & truth.isfinite()
+            truth = torch.where(finite, truth, 0.0)
+            error = torch.where(finite, error, 0.0)
+            own_error = torch.where(finite & self.own.isfinite(), own_error, 0.0)
         units = self._units(truth)
-        error = torch.where(finite, self.actual - truth, 0.0)
-        own_error = torch.where(finite & self.own.isfinite(), self.own - truth, 0.0)
         found, honest = _row_errors(error, truth, units), _row_errors(own_error, truth, units)
         result = Comparison()
         for bound, errors in found.items():
