@@ -220,6 +220,47 @@ def linear(
     click.echo(f"written to {path}; an engine reads it with --tuning-file {path}")
 
 
+@tune.command(cls=EngineCommand, short_help="Find the numbers of blocks of pipeline stages that take equally long.")
+@click.option(
+    "--tokens", default=2048, show_default=True, type=click.IntRange(1), help="Number of prompt tokens in a step."
+)
+@click.option(
+    "--rounds", default=15, show_default=True, type=click.IntRange(3), help="Most rounds to measure; the median counts."
+)
+def stages(config: EngineConfig, tokens: int, rounds: int) -> None:
+    """Measure the blocks of MODEL, and divide them among --pipeline-parallel-size stages by their time.
+
+    MODEL needs no weights: random ones are made of one block of each kind. Blocks run on one device, in a step of
+    prompts, as stages matter for these. Of divisions whose slowest stage takes equally long, the one with the fewest
+    bytes on any stage is taken.
+    """
+    from hardpoint.bench.stage_timing import block_kinds, divided_by_time
+
+    number = config.topology.pipeline
+    if number == 1:
+        raise ConfigError("--pipeline-parallel-size 1: one stage has all blocks; say how many stages there are")
+    kinds = block_kinds(config, tokens, rounds)
+    print_table(
+        ["blocks", "number", "ms", "MB of weights"],
+        [
+            [_ranges(kind.numbers), len(kind.numbers), f"{kind.seconds * 1e3:.3f}", f"{kind.nbytes / 1e6:,.1f}"]
+            for kind in kinds
+        ],
+    )
+    click.echo(f"--pipeline-parallel-layers {','.join(map(str, divided_by_time(config, kinds, number)))}")
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """``0-2,4``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)
+
+
 def _print_decision(measured: Measured, decision: Decision, roofline: Roofline, decisive: Collection[int]) -> None:
     """One workload: who won what, and why in this layout."""
     from hardpoint.selection.decide import serving

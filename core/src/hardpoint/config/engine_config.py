@@ -295,6 +295,12 @@ class EngineConfig(EngineSettings):
         config._replica = self.local_replicas.index(number)
         return config
 
+    def of_one_rank(self) -> Self:
+        """This config with the whole model on one rank."""
+        sizes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1)
+        alone: dict[str, object] = {"pipeline_parallel_layers": (), "enable_expert_parallel": False, "executor": None}
+        return self._changed({**sizes, **alone, "expert_parallel_size": None})
+
     def meeting_in(self, folder: str) -> Self:
         """The config of a replica that shares experts with others, which it meets in ``folder``."""
         config = self._changed({})

@@ -104,6 +104,7 @@ class CausalLM(nn.Module):
 
     def __init__(self, ctx: Context, args: CausalLMArgs) -> None:
         super().__init__()
+        self.args = args
         ctx, stages = ctx.for_model(args.weight_names), ctx.parallel.pp
         is_first, is_last = stages.rank == 0, stages.rank == stages.size - 1
         self.division = _division(ctx, args)
