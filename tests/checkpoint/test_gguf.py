@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,42 @@ def test_logits_are_those_of_transformers(name: str) -> None:
         got = prompt_logits(llm, expected["prompt"].tolist())
     error = float((got - expected["logits"]).abs().max() / expected["logits"].abs().max())
     assert error < 2e-5, error
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """Of Qwen3-Next, whose files count them among the blocks."""
+    container, expected = (Container.read(FIXTURES / "qwen3next.gguf"), load_file(FIXTURES / "qwen3next.safetensors"))
+    metadata, tensors = dict(container.metadata), dict(container.tensors)
+    assert metadata["qwen3next.block_count"] == 4
+    metadata |= {"qwen3next.block_count": 5, "qwen3next.nextn_predict_layers": 1}
+    metadata["qwen3next.attention.recurrent_layers"] = [*metadata["qwen3next.attention.recurrent_layers"], False]
+    tensors |= {n.replace("blk.3.", "blk.4."): t for n, t in tensors.items() if n.startswith("blk.3.")}
+    file = tmp_path / "model.gguf"
+    write_gguf(file, metadata, tensors | {"blk.4.nextn.eh_proj.weight": torch.zeros(32, 64)})
+    with small_llm(file, dtype="float32", skip_tokenizer_init=True) as llm:
+        got = prompt_logits(llm, expected["prompt"].tolist())
+    assert float((got - expected["logits"]).abs().max() / expected["logits"].abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors, metadata: tensors.pop("blk.0.attn_gate.weight"),
+            "attn_qkv and attn_gate of block 0 must both",
+        ),
+        (lambda tensors, metadata: metadata.pop("qwen3next.ssm.group_count"), "numbers qwen3next.ssm.group_count and"),
+        (lambda tensors, metadata: metadata.update({"qwen3next.ssm.group_count": 3}), "are not those of 3 key heads"),
+    ],
+    ids=["gate", "number", "groups"],
+)
+def test_rows_that_cannot_take_turns(tmp_path: Path, change: Callable[..., object], message: str) -> None:
+    container = Container.read(FIXTURES / "qwen3next.gguf")
+    metadata, tensors = dict(container.metadata), dict(container.tensors)
+    change(tensors, metadata)
+    write_gguf(tmp_path / "model.gguf", metadata, tensors)
+    with pytest.raises(CheckpointError, match=message):
+        open_files(tmp_path / "model.gguf").tensors()
 
 
 def test_greedy_tokens_are_those_of_transformers() -> None:

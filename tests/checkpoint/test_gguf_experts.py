@@ -28,7 +28,7 @@ from tests.support.engines import prompt_logits, small_llm
 
 FIXTURES = Path(__file__).parents[1] / "quantization" / "fixtures" / "gguf"
 MODEL_TYPES = {"qwen3moe": "qwen3_moe", "qwen2moe": "qwen2_moe", "deepseek2-lite": "deepseek_v2", "gpt-oss": "gpt_oss"}
-MODEL_TYPES |= {"deepseek2": "deepseek_v3", "mixtral": "mixtral", "glm4moe": "glm4_moe"}
+MODEL_TYPES |= {"deepseek2": "deepseek_v3", "mixtral": "mixtral", "glm4moe": "glm4_moe", "qwen3next": "qwen3_next"}
 PROMPT = torch.randint(3, 64, (30,), generator=torch.Generator().manual_seed(2)).tolist()
 Tensors = dict[str, Any]
 
@@ -112,6 +112,16 @@ EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 def test_experts_stay_in_their_blocks(tmp_path: Path, name: str, kind: str, spec: str) -> None:
     specs = compare(tmp_path, MODEL_TYPES[name], *quantize(name, dict.fromkeys(EXPERTS, kind)))
     assert spec in specs
+
+
+@pytest.mark.parametrize(("gate", "blocks"), [("Q8_0", True), ("Q5_0", False)])
+def test_rows_that_take_turns(tmp_path: Path, gate: str, blocks: bool) -> None:
+    """Qwen3-Next's larger projection is two tensors in GGUF. Of one type they stay in their blocks, row by row."""
+    kinds = {"attn_qkv": "Q8_0", "attn_gate": gate, "ssm_out": "Q4_0"} | dict.fromkeys(EXPERTS, "Q4_0")
+    metadata, stored, plain = quantize("qwen3next", kinds)
+    assert "int4@float16:1x32" in compare(tmp_path, MODEL_TYPES["qwen3next"], metadata, stored, plain)
+    turned = {name for name in open_files(tmp_path / "quantized.gguf").tensors().names if ".in_proj_qkvz." in name}
+    assert {name.rpartition(".")[2] for name in turned} == {"Q8_0" if blocks else "weight"}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.checkpoint.reading import Address, Grouped
 from hardpoint.layers import CausalLMArgs
 from hardpoint.models.decoder import Block, decoder, mlp, norms, zero_centred
+from hardpoint.models.deepseek import multi_token_prediction
 from hardpoint.models.gated_delta import (
     FULL,
     MULTI_TOKEN_PREDICTION,
@@ -36,7 +37,10 @@ def qwen3_next(config: HFConfig) -> CausalLMArgs:
         for kind, one_is_sparse in zip(kinds, is_sparse, strict=True)
     ]
     model = zero_centred(decoder(config, blocks))
-    return replace(model, weight_names={**model.weight_names, **MULTI_TOKEN_PREDICTION})
+    unneeded = MULTI_TOKEN_PREDICTION
+    if config.get("num_nextn_predict_layers") is not None:  # GGUF files have such layers behind the others
+        unneeded = unneeded | multi_token_prediction(config)
+    return replace(model, weight_names={**model.weight_names, **unneeded})
 
 
 def _by_key_head(args: GatedDeltaNetArgs) -> dict[str, Address]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hardpoint.checkpoint.gguf.derived import Derive, deepseek2, glm4_moe, gpt_oss
+from hardpoint.checkpoint.gguf.changes import EXPONENTIAL, FLAT_FILTER, UNCHANGED, Change
+from hardpoint.checkpoint.gguf.derived import Derive, deepseek2, glm4_moe, gpt_oss, qwen3_next
 from hardpoint_plugin_api import CheckpointError, UnknownNameError
 
 KEYS: Mapping[str, str] = {
@@ -71,6 +72,15 @@ _DEEPSEEK_KEYS = {
     "expert_shared_count": "n_shared_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_DELTA_NET = {
+    "ssm_a": "linear_attn.A_log",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_in": "linear_attn.in_proj_qkvz",  # of early files, which have not divided it
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 _CAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -87,7 +97,9 @@ class Architecture:
     that GGUF does not hold. ``permuted``: rows of q and k are in the order of llama.cpp's rotary embedding, which
     pairs neighbours. ``norms_plus_one``: weights of norms have one added. ``wide_queries``: the number of layers at
     which attention divides by the root of hidden size / heads and not of the head size, for Gemma. ``bare``: modules
-    that are one tensor in Hugging Face's checkpoint, without a name behind the module's. ``derive``: see derived.py.
+    that are one tensor in Hugging Face's checkpoint, without a name behind the module's. ``changes``: modules whose
+    numbers or shape are others. ``turned``: the module that both ``attn_qkv`` and ``attn_gate`` are in, whose rows take
+    turns, key head by key head. ``derive``: see derived.py.
     """
 
     hf_class: str
@@ -98,6 +110,8 @@ class Architecture:
     norms_plus_one: bool = False
     wide_queries: int | None = None
     bare: frozenset[str] = frozenset()
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    turned: str | None = None
     derive: Derive | None = None
 
 
@@ -133,6 +147,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _ATTENTION | _NORMS | _EXPERTS | _HEAD_NORMS,
         _EXPERT_KEYS,
         {"norm_topk_prob": True},
+    ),
+    "qwen3next, experts": Architecture(
+        "Qwen3NextForCausalLM",
+        _ATTENTION
+        | _HEAD_NORMS
+        | _EXPERTS
+        | _SHARED_EXPERT
+        | _DELTA_NET
+        | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+        _EXPERT_KEYS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {"norm_topk_prob": True},
+        norms_plus_one=True,
+        bare=frozenset({"ssm_a", "ssm_dt"}),
+        changes={"ssm_a": EXPONENTIAL, "ssm_conv1d": FLAT_FILTER, "ssm_norm": UNCHANGED},
+        turned="linear_attn.in_proj_qkvz",
+        derive=qwen3_next,
     ),
     "deepseek2, experts": Architecture("DeepseekV2ForCausalLM", _DEEPSEEK, _DEEPSEEK_KEYS, derive=deepseek2),
     "deepseek2, experts by sigmoid": Architecture(

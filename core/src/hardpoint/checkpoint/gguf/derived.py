@@ -52,6 +52,25 @@ def glm4_moe(given: Mapping[str, Any], tensors: Container[str], config: dict[str
     _routed(given, config)
 
 
+def qwen3_next(given: Mapping[str, Any], tensors: Container[str], config: dict[str, Any]) -> None:
+    """Qwen3-Next: sizes of its gated delta nets are those that the file has of states, and layers are of two kinds."""
+    heads, inner = given.get("ssm.time_step_rank"), given.get("ssm.inner_size")
+    config |= {"linear_num_value_heads": heads, "linear_num_key_heads": given.get("ssm.group_count")}
+    config |= {
+        "linear_key_head_dim": given.get("ssm.state_size"),
+        "linear_conv_kernel_dim": given.get("ssm.conv_kernel"),
+    }
+    if type(heads) is int and type(inner) is int and heads > 0:
+        config["linear_value_head_dim"] = inner // heads
+    config["full_attention_interval"] = given.get("full_attention_interval", 4)
+    further = config["num_nextn_predict_layers"] = given.get("nextn_predict_layers", 0)
+    if type(config.get("num_hidden_layers")) is int and type(further) is int:
+        config["num_hidden_layers"] -= further
+    if isinstance(recurrent := given.get("attention.recurrent_layers"), list):
+        kinds = ["linear_attention" if one else "full_attention" for one in recurrent]
+        config["layer_types"] = kinds[: config["num_hidden_layers"]]
+
+
 def _routed(given: Mapping[str, Any], config: dict[str, Any]) -> None:
     """DeepSeek's router, and the layers behind the last one that predict further tokens."""
     config["n_group"] = given.get("expert_group_count") or 1

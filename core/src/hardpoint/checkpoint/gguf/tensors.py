@@ -14,6 +14,7 @@ import torch
 
 from hardpoint.checkpoint.gguf.architectures import OUTER, ROPE_FACTORS, Architecture
 from hardpoint.checkpoint.gguf.blocks import SPECS
+from hardpoint.checkpoint.gguf.changes import Change
 from hardpoint.checkpoint.gguf.container import Container, StoredBytes
 from hardpoint.checkpoint.tensor_files import TensorFiles
 from hardpoint_plugin_api import CheckpointError, TensorInfo
@@ -28,6 +29,9 @@ _UP_KEYS, _UP_VALUES, _UP = "attn_k_b", "attn_v_b", "self_attn.kv_b_proj.weight"
 """The projections of latents to keys and to values: GGUF has a tensor for each, Hugging Face one for both."""
 
 
+_QKV, _GATE = "attn_qkv", "attn_gate"
+_LAST = ("weight", "bias")
+"""The names of tensors within modules; others are modules of one tensor."""
 _FURTHER = "nextn."
 """Begins modules of layers that predict further tokens."""
 
@@ -87,6 +91,51 @@ class _LatentUp:
         return torch.cat([_numbers(self.keys).transpose(1, 2), _numbers(self.values)], dim=1).flatten(0, 1)
 
 
+@dataclass(frozen=True)
+class _Changed:
+    """A tensor of the file that ``change`` leads back to Hugging Face's."""
+
+    stored: StoredBytes
+    change: Change
+
+    @property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.change.shape(self.stored.mapped_shape), self.change.dtype or self.stored.dtype)
+
+    def tensor(self) -> torch.Tensor:
+        return self.change.tensor(self.stored.mapped())
+
+
+@dataclass(frozen=True)
+class _Turned:
+    """The rows of q, k and v, which ``qkv`` has one after the other, and of a ``gate`` by turns: ``groups`` of each.
+
+    A group has as many rows of q, and of k, as ``keys`` says. Blocks stay blocks where both tensors have one type.
+    """
+
+    qkv: StoredBytes
+    gate: StoredBytes
+    groups: int
+    keys: int
+
+    @property
+    def is_of_one_type(self) -> bool:
+        return self.qkv.kind == self.gate.kind
+
+    @property
+    def info(self) -> TensorInfo:
+        rows = self.qkv.shape[0] + self.gate.shape[0]
+        if self.is_of_one_type:
+            return TensorInfo((rows, *self.qkv.mapped_shape[1:]), self.qkv.dtype)
+        return TensorInfo((rows, *self.qkv.shape[1:]), "float32")
+
+    def tensor(self) -> torch.Tensor:
+        qkv, gate = (x.mapped() if self.is_of_one_type else _numbers(x) for x in (self.qkv, self.gate))
+        keys = self.groups * self.keys
+        parts = (*qkv.split([keys, keys, len(qkv) - 2 * keys]), gate)
+        return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
 def _numbers(stored: StoredBytes) -> torch.Tensor:
     """The numbers of a tensor, float32 in its own shape."""
     mapped = stored.mapped()
@@ -134,6 +183,8 @@ class GgufTensors(TensorFiles):
     def _named(self, stored: StoredBytes) -> Iterator[tuple[str, _Source]]:
         """The tensors that ``stored`` holds, by their names; a name that is not known stays as it is."""
         gguf_module, _, last = stored.name.rpartition(".")
+        if last not in _LAST:
+            gguf_module, last = stored.name, ""
         block, _, inner = gguf_module.removeprefix("blk.").partition(".")
         in_block = gguf_module.startswith("blk.") and block.isdecimal()
         if in_block and inner.startswith(_FURTHER):
@@ -141,6 +192,9 @@ class GgufTensors(TensorFiles):
             return
         if in_block and inner in (_UP_KEYS, _UP_VALUES):
             yield from self._latent_up(block, inner)
+            return
+        if in_block and inner in (_QKV, _GATE) and self._architecture.turned is not None:
+            yield from self._in_turns(block, inner, self._architecture.turned)
             return
         module = self._architecture.modules.get(inner) if in_block else OUTER.get(gguf_module)
         if module is None:
@@ -151,6 +205,9 @@ class GgufTensors(TensorFiles):
         name = f"{module}.{stored.kind.name if stored.kind.dtype is None else last}"
         if inner in self._architecture.bare:
             name = module
+        if (change := self._architecture.changes.get(inner)) is not None:
+            yield name, _Changed(stored, change)
+            return
         if "*" in name:
             for expert in range(stored.shape[0]):
                 yield name.replace("*", str(expert)), _Stored(stored.part(expert))
@@ -176,6 +233,27 @@ class GgufTensors(TensorFiles):
             )
         if inner == _UP_VALUES:
             yield f"model.layers.{block}.{_UP}", _LatentUp(keys, values)
+
+    def _in_turns(self, block: str, inner: str, module: str) -> Iterator[tuple[str, _Source]]:
+        """The one tensor that both make, when the second of them comes. Raises CheckpointError for one alone, and for
+        rows that the number of key heads does not divide."""
+        qkv, gate = (self._container.tensors.get(f"blk.{block}.{part}.weight") for part in (_QKV, _GATE))
+        groups, keys = (self._container.metadata.get(f"{self._prefix}ssm.{x}") for x in ("group_count", "state_size"))
+        if qkv is None or gate is None or type(groups) is not int or type(keys) is not int:
+            raise CheckpointError(
+                f"{self._container.file}: tensors {_QKV} and {_GATE} of block {block} must both be there, and numbers "
+                f"{self._prefix}ssm.group_count and {self._prefix}ssm.state_size; convert the model anew"
+            )
+        values = qkv.shape[0] - 2 * groups * keys
+        if groups < 1 or values < 1 or values % groups or gate.shape != (values, *qkv.shape[1:]):
+            raise CheckpointError(
+                f"{self._container.file}: tensors {_QKV} {list(qkv.shape)} and {_GATE} {list(gate.shape)} of block "
+                f"{block} are not those of {groups} key heads of {keys} elements"
+            )
+        if inner == _GATE:
+            turned = _Turned(qkv, gate, groups, keys)
+            is_blocks = turned.is_of_one_type and qkv.kind.dtype is None
+            yield f"model.layers.{block}.{module}.{qkv.kind.name if is_blocks else 'weight'}", turned
 
     def _heads(self, stored: StoredBytes, inner: str) -> int | None:
         if not self._architecture.permuted or inner not in _ROTATED:
