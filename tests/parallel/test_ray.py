@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -117,6 +118,33 @@ def test_the_example_of_batch_inference() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=own)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 16
+
+
+def actors() -> list[int]:
+    """The processes of ranks."""
+    names = {int(path.parent.name): path.read_text() for path in Path("/proc").glob("[0-9]*/comm")}
+    return sorted(pid for pid, name in names.items() if name.startswith("ray::RankActor"))
+
+
+@needs_ray
+def test_replicas_that_share_experts_are_built_again(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    model, prompts = write_checkpoint(tmp_path, "qwen3_moe", **MIXTURE), random_prompts(3, 30, seed=2)
+    settings: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True, "on_engine_failure": "restart"}
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with on_ray(tmp_path, **settings) as llm:
+        before = actors()
+        assert len(before) == 2
+        streams = [llm.stream(prompt, long) for prompt in prompts]
+        for stream in streams:
+            next(stream)
+        os.kill(before[1], signal.SIGKILL)
+        for prompt, stream in zip(prompts, streams, strict=True):
+            check_tokens_equal(model, prompt, list(stream)[-1].outputs[0].token_ids)
+        assert len(actors()) == 2
+        assert not set(actors()) & set(before)
 
 
 @needs_ray
