@@ -88,6 +88,8 @@ def test_structured_outputs(theirs: dict[str, Any], ours: StructuredOutput) -> N
         ({"structured_outputs": {"regex": "a"}, "structured": StructuredOutput.regex("a")}, "are the same; give one"),
         ({"logits_processors": [print]}, "logits_processors has no counterpart"),
         ({"extra_args": {"a": 1}}, "extra_args has no counterpart"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget has no counterpart: max_tokens limits"),
+        ({"guided_decoding": {"regex": "a"}, "structured_outputs": {"regex": "a"}}, "are the same; give one"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1"),
         ({"truncation_side": "middle"}, "truncation_side must be left or right"),
     ],
@@ -95,6 +97,17 @@ def test_structured_outputs(theirs: dict[str, Any], ours: StructuredOutput) -> N
 def test_parameters_that_are_refused(given: dict[str, Any], answer: str) -> None:
     with pytest.raises(RequestError, match=answer):
         SamplingParams(**given)
+
+
+def test_parameters_of_vllm_that_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    defaults: dict[str, Any] = {"detokenize": True, "length_penalty": 1.0, "best_of": None, "logits_processors": []}
+    assert SamplingParams(**defaults) == SamplingParams()
+    assert caplog.messages == []
+    harmless: dict[str, Any] = {"detokenize": False}
+    assert SamplingParams(**harmless) == SamplingParams(**harmless) == SamplingParams()
+    assert caplog.messages == ["detokenize has no effect: texts are made all the same"]
+    older: dict[str, Any] = {"guided_decoding": {"regex": "a"}}
+    assert SamplingParams(**older).structured == StructuredOutput.regex("a")
 
 
 def test_a_prompt_is_truncated_at_either_side(llm: LLM) -> None:

@@ -14,9 +14,11 @@ from typing import Any
 
 from hardpoint.engine.outputs import RequestOutputKind
 from hardpoint.engine.structured_outputs import StructuredOutputsParams
+from hardpoint.engine.vllm_params import takes_vllm_names
 from hardpoint_plugin_api import RequestError, StructuredOutput
 
 
+@takes_vllm_names
 @dataclass(frozen=True)
 class SamplingParams:
     """The sampling parameters of a request. Names, defaults and ranges are vLLM's.
@@ -52,6 +54,8 @@ class SamplingParams:
 
     ``output_kind``: the content of a stream's outputs; ignored by calls that return whole outputs.
 
+    vLLM's other parameters are answered: see ``engine/vllm_params.py``.
+
     Raises RequestError for a value of the wrong type or out of range.
     """
 
@@ -82,16 +86,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"
     structured_outputs: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None
-    logits_processors: InitVar[object] = None
-    extra_args: InitVar[object] = None
 
-    def __post_init__(self, structured_outputs: object, logits_processors: object, extra_args: object) -> None:
-        for name, given in (("logits_processors", logits_processors), ("extra_args", extra_args)):
-            if given:
-                raise RequestError(
-                    f"{name} has no counterpart: no code of a request runs in the engine; a plugin can replace an op "
-                    "on logits (docs/write_a_plugin.md)"
-                )
+    def __post_init__(self, structured_outputs: object) -> None:
         if structured_outputs is not None:
             if self.structured is not None:
                 raise RequestError("structured and structured_outputs are the same; give one")
