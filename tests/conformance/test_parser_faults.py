@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -206,7 +207,7 @@ class SearchesForEachCharacter(Lines):
 
 class LoopsForEachCharacter(Lines):
     def feed(self, delta: str) -> list[ParserEvent]:
-        for piece in self._line:
+        for piece in self._line[::3]:
             assert piece is not None
         return super().feed(delta)
 
@@ -338,12 +339,15 @@ def test_a_right_parser_passes(site: Site, parser: type[ToolParser | ReasoningPa
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.nightly)], ids=["part", "whole"])
 @pytest.mark.parametrize("family", ["tool_parser", "reasoning_parser"])
 def test_all_of_cores_parsers_pass_and_are_proved(site: Site, family: str, every: int) -> None:
+    """In part: one sample in three, without the check of linear time; tests/parsers/test_work.py counts their work."""
     for offer in site.plugins.offers(family):
         generator = generator_for(site.plugins, offer)
         assert generator is not None, f"{offer.contribution} has no samples"
         trials = list(generator.trials(Subject.load(offer, site), Plan()))
         assert len({trial.case for trial in trials}) == len(trials)
-        found = [(trial.case, check, finding) for trial in trials[::every] for check, finding in trial.run()]
+        if every > 1:
+            trials = [replace(t, checks=[c for c in t.checks if c.name != "linear-time"]) for t in trials[::every]]
+        found = [(trial.case, check, finding) for trial in trials for check, finding in trial.run()]
         failed = [(case, check, *finding.faults) for case, check, finding in found if finding.faults]
         assert not failed, f"{offer.contribution}: {failed[:3]}"
         assert sum(finding.compared for _, check, finding in found if check == "values") > 0
