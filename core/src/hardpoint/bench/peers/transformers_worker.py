@@ -1,4 +1,4 @@
-"""Transformers' own model code, eager, with a static batch and its default cache."""
+"""Transformers' own model code, eager, with a static batch and its default cache. Option: ``device``, torch's name."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class TransformersWorker(Worker):
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(threads)
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+        self._device = torch.device(options.get("device", "cpu"))
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval().to(self._device)
         self._model.generation_config.eos_token_id = None
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         import torch
 
-        ids = torch.tensor([list(prompt) for prompt in prompts])
+        ids = torch.tensor([list(prompt) for prompt in prompts], device=self._device)
         with torch.inference_mode():
             self._model.generate(
                 ids,
@@ -37,7 +38,7 @@ class TransformersWorker(Worker):
         import torch
 
         with torch.inference_mode():
-            logits = self._model(torch.tensor([list(prompt)])).logits[0, -1].float()
+            logits = self._model(torch.tensor([list(prompt)], device=self._device)).logits[0, -1].float()
         values, ids = logits.log_softmax(-1).topk(top)
         return dict(zip(ids.tolist(), values.tolist(), strict=True))
 
