@@ -1,4 +1,4 @@
-"""FlashMLA, DeepSeek's library of latent attention (module ``flash_mla``), as it is called here. None of it ran here.
+"""FlashMLA, DeepSeek's library of latent attention (module ``flash_mla``), as it is called here.
 
 Arguments are passed by name, as recorded from ``flash_mla/flash_mla_interface.py`` of version 1.0.0 at
 9241ae3ef9bac614dd25e45e507e089f888280e0 (github.com/deepseek-ai/FlashMLA). Limits of its kernels: ``csrc/api/`` there.
