@@ -19,6 +19,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.engine.execution.expert_verbs import BalanceLayer
 from hardpoint.experts.balance import BalancedExperts, balanced_experts
 from hardpoint.experts.placement import POOR, Placement
+from hardpoint.layers import moe
 from hardpoint_plugin_api import ConfigError
 from tests.moe.test_in_engine import write_mixture
 from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads, sharing_replicas
@@ -193,6 +194,28 @@ def test_loads_are_those_that_requests_report(mixture: tuple[Path, PreTrainedMod
                 expected = np.bincount(found[:, number].ravel(), minlength=8)
                 assert (layer._loads.numpy() >= expected).all(), "steps may be filled up, and run beyond the last token"
                 assert layer._loads.sum() - expected.sum() <= 2 * 3
+
+
+def test_padding_of_replicas_goes_to_no_expert(
+    mixture: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has all requests; the other's empty steps load no expert."""
+    monkeypatch.setattr(moe, "_MANY_TOKENS", 1)
+    settings = {"enable_eplb": True, "enable_return_routed_experts": True, "async_scheduling": False}
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, return_routed_experts=True)
+    with sharing_replicas(mixture[0], **settings) as core:
+        ranks = [own for each in ThreadsExecutor.alive if not each._closing for own in each.blueprints]
+        per_rank = [balanced_experts(blueprint.ctx) for blueprint in ranks]
+        for layer in chain.from_iterable(per_rank):
+            layer.forget_loads()  # of the trial steps at the start
+        prompts = random_prompts(3, 20, seed=1)
+        requests = [core.add_request(prompt, params, frozenset(), data_parallel_rank=1) for prompt in prompts]
+        while any(request.finish_reason is None for request in requests):
+            core.step()
+        found = np.concatenate([request.routed_experts for request in requests])
+        for number, layers in enumerate(zip(*per_rank, strict=True)):
+            loads = sum(layer._loads.numpy() for layer in layers)
+            assert np.array_equal(loads, np.bincount(found[:, number].ravel(), minlength=8))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])

@@ -77,6 +77,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hardpoint.reference.grouped_experts.GroupedMatmul", RecordableExperts)
     monkeypatch.setattr(CpuPlatform, "graph_engine", lambda platform: Recording())
     monkeypatch.setattr(TorchDistributed, "capturable", True)
+    monkeypatch.setattr("hardpoint.layers.moe._MANY_TOKENS", 16)
     for name in ("all_reduce", "all_gather", "reduce_scatter"):
         monkeypatch.setattr(TorchDistributed, name, recordable(getattr(TorchDistributed, name)))
 

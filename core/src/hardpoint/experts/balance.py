@@ -39,7 +39,7 @@ class PlacedExperts:
         self.placement = placement
 
     def physical(self, ids: torch.Tensor) -> torch.Tensor:
-        """The physical numbers int32 [T, K] of one copy of each of the experts ``ids`` int32 [T, K]."""
+        """The physical numbers int32 [T, K] of one copy of each of the experts ``ids`` int32 [T, K]; -1 stays."""
         return ids
 
     def check(self) -> None:
@@ -72,12 +72,12 @@ class BalancedExperts(PlacedExperts):
     def physical(self, ids: torch.Tensor) -> torch.Tensor:
         """Count the tokens of each expert, and spread them over its copies by turns.
 
-        Tokens that fill up a captured step count too: they are work like others.
+        Tokens that fill up a captured step count too, where they go to experts: they are work like others.
         """
-        rows = ids.long()
-        self._loads.scatter_add_(0, rows.flatten(), torch.ones_like(rows).flatten())
+        rows, is_sent = ids.long().clamp(min=0), ids >= 0
+        self._loads.scatter_add_(0, rows.flatten(), is_sent.flatten().long())
         turn = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
-        return self._physical[rows, turn % self._copies[rows]]
+        return torch.where(is_sent, self._physical[rows, turn % self._copies[rows]], -1)
 
     def check(self) -> None:
         list(self._parts())

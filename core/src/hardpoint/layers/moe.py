@@ -3,7 +3,8 @@
 Axes: T tokens, H hidden, E experts, K experts per token. All ranks of a replica have the same tokens. The output of a
 rank's experts, or of its slices of experts, is a partial sum. An all2all that is not ``replicated`` wants tokens of
 each rank's own: there, each routes its share, the all2all brings them to their experts, and ranks of the replica gather
-the results. Replicas that share experts need such an all2all.
+the results. Replicas that share experts need such an all2all. Their steps may be padded to the largest of them; padding
+goes to no expert.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hardpoint.parallel.shards import even_shard
 from hardpoint.plugin_host.blame import blame, construct
 from hardpoint.quantization.merging import collapse_parts
 from hardpoint_plugin_api import (
+    NULL_PAGE,
     All2All,
     All2AllWorkload,
     BatchedExpertsKernel,
@@ -48,6 +50,8 @@ from hardpoint_plugin_api import (
 )
 
 _WORKSPACE = "experts.workspace"
+_MANY_TOKENS = 128
+"""With fewer in a step, padding goes to experts: two more kernels on each layer may cost as much (not measured)."""
 
 
 class MoE(PluggableLayer, name="moe"):
@@ -57,7 +61,7 @@ class MoE(PluggableLayer, name="moe"):
         super().__init__(ctx)
         self.args, hidden = args, args.hidden_size
         self._sharing, self._tp, self._returns_partial_sums = sharing_group(ctx), ctx.parallel.tp, False
-        self._slices = slicing_group(ctx)
+        self._slices, self._block_size = slicing_group(ctx), ctx.block_size
         self.router = Linear(
             ctx.child("router"),
             LinearArgs(hidden, (("experts", args.router.num_experts),), args.router.linear_bias, kind="router"),
@@ -101,18 +105,28 @@ class MoE(PluggableLayer, name="moe"):
         """The output of all ranks' experts for x [T, H], of which each rank routes a share."""
         shares = _shares(x.shape[0], self._sharing.size)
         start = sum(shares[: self._sharing.rank])
-        y = self._routed(x[start : start + shares[self._sharing.rank]], step, shares)
+        own = slice(start, start + shares[self._sharing.rank])
+        is_told_apart = self.experts.serves_replicas and step.metadata and x.shape[0] >= _MANY_TOKENS
+        padding = _padding(step, self._block_size)[own] if is_told_apart else None
+        y = self._routed(x[own], step, shares, padding)
         if y.shape[0]:  # the same on all ranks that have slices of one expert
             y = self._slices.all_reduce(y)
         return self._sharing.all_gather(y, shares)
 
-    def _routed(self, x: torch.Tensor, step: ForwardStep, shares: Sequence[int]) -> torch.Tensor:
-        """Run this rank's experts on x [t, H], its share of the tokens of ``step``; ``shares`` are the replica's."""
+    def _routed(
+        self, x: torch.Tensor, step: ForwardStep, shares: Sequence[int], padding: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run this rank's experts on x [t, H], its share of the tokens of ``step``; ``shares`` are the replica's.
+
+        ``padding``, bool [t]: tokens that go to no expert.
+        """
         ids, weights = self._route(self.router(x, step), self.weights.get("correction_bias"), **self._routing)
         if self.args.weights_on_input:
             x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
         for record in self._records:
             record.store(self._sharing.all_gather(ids, shares) if len(shares) > 1 else ids, step)
+        if padding is not None:
+            ids = ids.masked_fill(padding.unsqueeze(1), -1)
         y: torch.Tensor = self.experts(x, ids, weights, step)
         return y
 
@@ -157,6 +171,7 @@ class Experts(PluggableLayer):
             features=_features(ctx) if ep.size > 1 else frozenset(),
         )
         self._all2all = _all2all(ctx, exchange)
+        self.serves_replicas = self._num_replicas > 1
         self.replicated = ep.size == 1 or self._all2all.replicated
         self._placed = place_experts(ctx, placement, lambda: self.weights, partial=not self.replicated)
         workload = ExpertsWorkload(
@@ -265,6 +280,11 @@ def sharing_group(ctx: Context) -> RankGroup:
     """The ranks that share the tokens of a replica among them, to route a part each."""
     parallel = ctx.parallel
     return parallel.tp if parallel.ep.size > parallel.tp.size else parallel.ep
+
+
+def _padding(step: ForwardStep, block_size: int) -> torch.Tensor:
+    """Which tokens of ``step`` are mere padding, bool [T]: those that are stored to the null page."""
+    return step.metadata[0].batch.slot_mapping < (NULL_PAGE + 1) * block_size
 
 
 def _features(ctx: Context) -> frozenset[Feature]:
