@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor
 
+from hardpoint.compilation import artefacts
 from hardpoint.compilation.artefacts import Artefacts, check_private
 from hardpoint.compilation.division import Divided, divide
-from hardpoint.compilation.program import BoundProgram
+from hardpoint.compilation.program import BoundProgram, PieceFunction
 from hardpoint.compilation.tracing import trace
 from hardpoint.ops.tracing import CannotCompileError, OpTracing
 from hardpoint.parallel.groups import alone
@@ -56,8 +58,57 @@ def test_a_piece_is_compiled_once_and_again_where_it_was_changed(
             torch.testing.assert_close(bound.run(ids, step), scaled(ids, step))
     changed = next(tmp_path.rglob("*.py"))
     changed.write_text(changed.read_text() + "\nraise SystemExit('run from a changed file')\n")
-    assert Artefacts(tmp_path, "here").load(piece.key) is None
-    assert Artefacts(tmp_path, "another torch").load(piece.key) is None
+    assert not Artefacts(tmp_path, "here").load([piece.key])
+    assert not Artefacts(tmp_path, "another torch").load([piece.key])
+
+
+def total(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    return ids.cumsum(0)
+
+
+def product(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    return ids.cumprod(0)
+
+
+def ordered(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    return ids.sort(descending=True).values
+
+
+def test_pieces_are_loaded_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of operators that Inductor calls as they are, so that no C++ is compiled. Each load waits for the others to
+    begin."""
+    passes = {hidden: divided(hidden) for hidden in (total, product, ordered)}
+    pieces = [piece for found in passes.values() for piece in found.pieces.values()]
+    for piece in pieces:
+        Artefacts(tmp_path, "here").get(piece)
+    load, barrier = artefacts._load, threading.Barrier(len(pieces), timeout=60)
+
+    def meeting(entry: str, device: int | None) -> PieceFunction:
+        barrier.wait()
+        return load(entry, device)
+
+    monkeypatch.setattr(artefacts, "_load", meeting)
+    keys = [piece.key for piece in pieces]
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    for _ in range(2):  # a folder with the files of all is made, and found
+        kept = Artefacts(tmp_path, "here")
+        functions = kept.load([*keys, keys[0], "unknown"])
+        assert (kept.num_loaded, kept.num_compiled, list(functions)) == (3, 0, keys)
+        ids = torch.tensor([3, 1, 2, 7, 5])
+        for hidden, found in passes.items():
+            bound = BoundProgram(found.program, found.constants, functions, lambda address: None)  # type: ignore[arg-type, return-value]  # no layer is called
+            step = ForwardStep(ids, ids, [], [])
+            assert bound.run(ids, step).equal(hidden(ids, step))
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+
+    monkeypatch.setattr(artefacts, "_load", load)
+    (shared,) = (path for path in tmp_path.glob("*/together-*") if path.is_dir())
+    for changed in (next(shared.rglob("*.py")), next(tmp_path.rglob(f"{keys[0]}/piece/aotautograd/*/*"))):
+        text = changed.read_bytes()
+        changed.unlink()  # so that no other name of the file shows the change
+        changed.write_bytes(text + b"\nraise SystemExit('run from a changed file')\n")
+        functions = Artefacts(tmp_path, "here").load(keys)
+        assert list(functions) == (keys if changed.is_relative_to(shared) else keys[1:])
 
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:

@@ -14,11 +14,16 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hardpoint.compilation.division import PieceGraph
 from hardpoint.compilation.program import PieceFunction
@@ -27,7 +32,12 @@ from hardpoint_plugin_api import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_NOTE, _PIECE = "hashes.json", "piece"
+_NOTE, _PIECE, _ENTRY = "hashes.json", "piece", "aotautograd"
+_MOST_LOADERS = 8
+"""Threads that load pieces."""
+
+_cache_variable = threading.Lock()
+"""Held while Inductor's variable of the process names a folder of ours."""
 
 
 def default_folder() -> Path:
@@ -68,26 +78,34 @@ class Artefacts:
         except OSError as error:
             logger.warning("%s: %s; the next start traces the model again", self._folder, error.strerror)
 
-    def load(self, key: str) -> PieceFunction | None:
-        """The piece of this key; None where it is not there, or not as it was written."""
-        folder = self._folder / key
-        if not _is_whole(folder):
-            return None
+    def load(self, keys: Iterable[str]) -> dict[str, PieceFunction]:
+        """The pieces of these keys, loaded side by side; without those that are not there as they were written."""
+        with ThreadPoolExecutor(_MOST_LOADERS) as pool:
+            wanted = list(dict.fromkeys(keys))
+            notes = dict(zip(wanted, pool.map(lambda key: _checked_note(self._folder / key), wanted), strict=True))
+        whole = {key: note for key, note in notes.items() if note is not None}
+        if not whole:
+            return {}
         try:
             with quiet():
-                loaded = _loaded(folder)
-        except Exception as error:  # torch's own check of its version among them
-            logger.info("compiled piece %s is compiled again: %s: %s", key, type(error).__name__, error)
-            return None
-        self.num_loaded += 1
-        return loaded
+                futures = _loaded(self._together(whole), [_entry(note) for note in whole.values()])
+        except Exception as error:  # a disk's, or a compiler's
+            logger.info("compiled pieces cannot be loaded together: %s: %s", type(error).__name__, error)
+            return {}
+        found = {}
+        for key, future in zip(whole, futures, strict=True):
+            if (failure := future.exception()) is None:
+                found[key] = future.result()
+            else:  # torch's own check of its version among them
+                logger.info("compiled piece %s cannot be loaded: %s: %s", key, type(failure).__name__, failure)
+        self.num_loaded += len(found)
+        return found
 
     def get(self, piece: PieceGraph) -> PieceFunction:
         """Load ``piece``, or compile and keep it. Other processes that need it wait meanwhile."""
         with self._locked(piece.key):
-            found = self.load(piece.key)
-            if found is not None:
-                return found
+            if found := self.load([piece.key]):
+                return found[piece.key]
             with quiet():
                 return self._compile(piece)
 
@@ -111,11 +129,42 @@ class Artefacts:
             fresh.rename(target)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-        made = _loaded(target)  # from where it lies now, so that all that loading makes is there, too
+        entry = _entry(_hashes(target / _PIECE))
+        (made,) = _loaded(target / _PIECE, [entry])  # where it lies now, so that all that loading makes is there, too
+        function = made.result()
         _note_hashes(target)
         self.num_compiled += 1
         logger.info("compiled piece %s in %.1f s", piece.key, time.perf_counter() - began)
-        return made
+        return function
+
+    def _together(self, notes: Mapping[str, Mapping[str, str]]) -> Path:
+        """A folder that has the files of all these pieces, whose ``notes`` were checked.
+
+        Inductor's variable of the process names one folder, in which threads can look for their pieces side by side.
+        Names of files are hashes of their contents' source, so equal names serve equally.
+        """
+        if len(notes) == 1:
+            return self._folder / next(iter(notes)) / _PIECE
+        keys: dict[str, str] = {}
+        for key, note in notes.items():
+            for name in note:
+                keys.setdefault(name, key)
+        files = {name: notes[key][name] for name, key in keys.items()}
+        digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
+        place = self._folder / f"together-{digest}"
+        with self._locked(place.name):
+            if files.items() <= _hashes(place).items():
+                return place
+            fresh = Path(tempfile.mkdtemp(dir=self._folder))
+            try:
+                for name, key in keys.items():
+                    (fresh / name).parent.mkdir(parents=True, exist_ok=True)
+                    _link(self._folder / key / _PIECE / name, fresh / name)
+                shutil.rmtree(place, ignore_errors=True)
+                fresh.rename(place)
+            finally:
+                shutil.rmtree(fresh, ignore_errors=True)
+        return place
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
@@ -137,20 +186,57 @@ def check_private(folder: Path) -> None:
             )
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether every file of a piece has the hash that was noted when the piece was compiled."""
+def _checked_note(folder: Path) -> dict[str, str] | None:
+    """The hash of each file of a piece, noted when it was compiled; None where a file has another one."""
     try:
-        noted: Mapping[str, str] = json.loads((folder / _NOTE).read_text())
-        return noted.items() <= _hashes(folder / _PIECE).items()
+        noted: dict[str, str] = json.loads((folder / _NOTE).read_text())
+        return noted if noted.items() <= _hashes(folder / _PIECE).items() else None
     except (OSError, ValueError):
-        return False
+        return None
 
 
-def _loaded(folder: Path) -> PieceFunction:
-    from torch._inductor.standalone_compile import CompiledArtifact
+def _entry(files: Iterable[str]) -> str:
+    """Inductor's name of the piece that has these files."""
+    (name,) = {Path(file).parts[1] for file in files if file.startswith(f"{_ENTRY}/")}
+    return name
 
-    function: PieceFunction = CompiledArtifact.load(path=str(folder / _PIECE), format="unpacked")
+
+def _loaded(folder: Path, entries: Sequence[str]) -> list[Future[PieceFunction]]:
+    """Load these entries of Inductor's cache in ``folder``, in as many threads; all have ended.
+
+    Each thread has this thread's settings of torch's compiler. Loading changes two of them for a while, and sets back
+    what it found; where settings are the process's (torch 2.11), threads must find them changed already.
+    """
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    skips, fails = {"unsafe_skip_cache_dynamic_shape_guards": True}, {"strict_autograd_cache": True}
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    with (
+        _cache_in(folder),
+        inductor.patch(skips),
+        functorch.patch(fails),
+        ThreadPoolExecutor(min(len(entries), _MOST_LOADERS)) as pool,
+    ):
+        return [pool.submit(copy_context().run, _load, entry, device) for entry in entries]
+
+
+def _load(entry: str, device: int | None) -> PieceFunction:
+    """Load an entry of Inductor's cache. Threads have a current device each."""
+    from torch._inductor.standalone_compile import CacheCompiledArtifact
+
+    if device is not None:
+        torch.accelerator.set_device_index(device)
+    function: PieceFunction = CacheCompiledArtifact._load_impl(nullcontext(), entry)
     return function
+
+
+def _link(source: Path, target: Path) -> None:
+    """Have ``target`` be a link to ``source``, or a copy where the disk knows no links."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _note_hashes(folder: Path) -> None:
@@ -174,6 +260,6 @@ def _cache_in(folder: Path) -> Iterator[None]:
     """Have Inductor keep its files in ``folder``: by default they lie where others may put theirs."""
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
-    folder.mkdir()
-    with temporary_cache_dir(str(folder)):
+    folder.mkdir(exist_ok=True)
+    with _cache_variable, temporary_cache_dir(str(folder)):
         yield

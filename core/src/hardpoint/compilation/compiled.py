@@ -111,10 +111,10 @@ class CompiledPass(PluggableLayer):
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
         if (stored := artefacts.program(key)) is not None:
             program = self._fitting(stored)
-            loaded = {key: artefacts.load(key) for key in program.keys} if program else {}
-            pieces = {key: piece for key, piece in loaded.items() if piece is not None}
-            if program is not None and len(pieces) == len(loaded):
-                return program, pieces
+            if program is not None:
+                pieces = artefacts.load(program.keys)
+                if len(pieces) == len(program.keys):
+                    return program, pieces
         divided = self._divided(number)
         tokens = "one token" if number == 1 else "several tokens"
         logger.info("compiling %d pieces for steps of %s, some seconds each", len(divided.pieces), tokens)
