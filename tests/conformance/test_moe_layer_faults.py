@@ -39,9 +39,11 @@ class Healthy(MoE):
         return route_topk.reference(logits, bias, **settings(self.args.router))
 
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        if self.args.weights_on_input:
-            x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
-        return self.sum(x, ids, weights)
+        if not self.args.weights_on_input:
+            return self.sum(x, ids, weights)
+        columns = zip(ids.split(1, 1), weights.split(1, 1), strict=True)
+        sums = [self.sum((x * weight).to(x.dtype), expert, torch.ones_like(weight)) for expert, weight in columns]
+        return torch.stack(sums).sum(0)
 
     def sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         shares = (one_hot(ids, self.args.router.num_experts) * weights.float().unsqueeze(-1)).sum(1)

@@ -85,6 +85,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-head128": ("llama", {"head_dim": 128}),
     "llama-gelu": ("llama", {"hidden_act": "gelu"}),
     "llama4": ("llama4", LLAMA4),
+    "llama4-several-experts": ("llama4", LLAMA4 | {"num_experts_per_tok": 3}),
     "llama4-interleaved-biases": (
         "llama4",
         LLAMA4

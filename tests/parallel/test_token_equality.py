@@ -76,7 +76,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
     },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "llama4": LLAMA4,
+    "llama4": LLAMA4 | {"num_local_experts": 8, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -361,7 +361,7 @@ class MoEArgs:
     ``shared_gate``: its result is multiplied by the sigmoid of one more linear output per token. ``swiglu_alpha`` and
     ``swiglu_limit`` are parameters of the activation ``swiglu_oai`` (arXiv:2508.10925): ``g * sigmoid(alpha * g) * (u +
     1)``, with the gate g at most ``limit`` and u within ``limit`` of zero. ``weights_on_input``: the router's weight
-    multiplies an expert's input, not its result (Llama 4); a token then has one expert.
+    multiplies an expert's input, not its result (Llama 4); a token's experts then run one after the other.
     """
 
     layer: ClassVar[str] = "moe"
@@ -377,10 +377,6 @@ class MoEArgs:
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     weights_on_input: bool = False
-
-    def __post_init__(self) -> None:
-        if self.weights_on_input and self.router.top_k != 1:
-            raise ConfigError(f"weights_on_input needs a router with top_k 1, got {self.router.top_k}")
 
     @property
     def experts_activation(self) -> str:

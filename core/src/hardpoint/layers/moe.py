@@ -69,7 +69,8 @@ class MoE(PluggableLayer, name="moe"):
         self._route = route_topk.bind(ctx, routing=args.router.routing)
         self._routing = settings(args.router)
         self._records = [RoutedExperts(ctx, args.router.top_k)] if ctx.config.enable_return_routed_experts else []
-        self.experts = Experts(ctx.child("experts"), args)
+        one_by_one = replace(args, router=replace(args.router, top_k=1))
+        self.experts = Experts(ctx.child("experts"), one_by_one if args.weights_on_input else args)
         self.shared = self.shared_gate = None
         if args.shared_size:
             shared = MLPArgs(hidden, args.shared_size, args.activation, args.gated)
@@ -121,13 +122,25 @@ class MoE(PluggableLayer, name="moe"):
         ``padding``, bool [t]: tokens that go to no expert.
         """
         ids, weights = self._route(self.router(x, step), self.weights.get("correction_bias"), **self._routing)
-        if self.args.weights_on_input:
-            x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
         for record in self._records:
             record.store(self._sharing.all_gather(ids, shares) if len(shares) > 1 else ids, step)
         if padding is not None:
             ids = ids.masked_fill(padding.unsqueeze(1), -1)
+        if self.args.weights_on_input:
+            return self._one_by_one(x, ids, weights, step)
         y: torch.Tensor = self.experts(x, ids, weights, step)
+        return y
+
+    def _one_by_one(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """Each of a token's experts reads an input of its own: the token multiplied by the expert's weight."""
+        columns = zip(ids.split(1, 1), weights.split(1, 1), strict=True)
+        first, *others = (
+            self.experts((x * weight).to(x.dtype), expert.contiguous(), torch.ones_like(weight), step)
+            for expert, weight in columns
+        )
+        y: torch.Tensor = first
+        for each in others:
+            y = y + each
         return y
 
 

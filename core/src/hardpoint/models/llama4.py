@@ -41,7 +41,7 @@ _STACKED = {
 def llama4(config: HFConfig) -> CausalLMArgs:
     """Layers that rotate attend within chunks; in others nothing rotates, and queries grow with their position.
 
-    Layers are dense, or mixtures with one expert per token beside a shared one.
+    Layers are dense, or mixtures with an expert beside them that all tokens share.
     """
     text = config.text
     norm, dense, sparse = norms(text, _EPS), _dense(text), _mixture(text)
@@ -110,12 +110,8 @@ def _dense(config: HFConfig) -> Sublayer[MLPArgs]:
 
 def _mixture(config: HFConfig) -> Sublayer[MoEArgs]:
     """Experts as Meta's checkpoints store them, all in one tensor by columns, or, where quantized, one by one."""
-    if config.integer("num_experts_per_tok", 1) != 1:
-        raise CheckpointError(
-            f"{config.path}: 'num_experts_per_tok' must be 1, since an expert's weight multiplies its input; "
-            f"got {config.get('num_experts_per_tok')}; others run by --model-impl transformers"
-        )
-    config = replace(config, data={**config.data, "num_experts_per_tok": 1})  # Transformers' default
+    top_k = config.integer("num_experts_per_tok", 1)  # Transformers' default
+    config = replace(config, data={**config.data, "num_experts_per_tok": top_k})
     args = moe_args(
         config, "intermediate_size", renormalize=False, shared_size=config.integer("intermediate_size", 8192)
     )

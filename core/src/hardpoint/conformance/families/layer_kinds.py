@@ -210,7 +210,7 @@ KINDS: dict[str, LayerKind] = {
             "groups": replace(_MOE, router=replace(_BIASED, num_experts=16, num_groups=4, top_groups=2)),
             "softmax-groups": replace(_MOE, router=RouterArgs(16, 2, num_groups=4, top_groups=2, scaling=16.0)),
             "weights-on-input": replace(
-                _MOE, router=RouterArgs(8, 1, "sigmoid"), shared_size=80, weights_on_input=True
+                _MOE, router=RouterArgs(8, 2, "sigmoid"), shared_size=80, weights_on_input=True
             ),
             "ungated-odd": MoEArgs(33, 17, RouterArgs(5, 1), activation="relu2", gated=False),
         },
