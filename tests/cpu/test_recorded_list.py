@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -144,6 +146,21 @@ def test_preparing_computes_nothing(graphs: RecordedLists) -> None:
     torch.testing.assert_close(prepared.run()[:3], wanted(before, held["weight"], 1))
     assert torch.equal(held["x"], before + 1)
     assert bool((target[3] == 1).all())
+
+
+def test_nothing_of_an_earlier_run_is_there_while_a_step_is_recorded(graphs: RecordedLists) -> None:
+    """A kernel that read it could be right by chance, until inputs change."""
+    found: list[list[float]] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        found.append(list((ctypes.c_float * y.numel()).from_address(y.data_ptr())))
+        return y * 2
+
+    x = torch.arange(8.0)
+    for _ in range(2):
+        assert torch.equal(graphs.prepare("step", step, {"x": x}).run(), (x + 1) * 2)
+    assert all(math.isnan(value) for values in found for value in values)
 
 
 def test_a_constant_outlives_the_function(graphs: RecordedLists) -> None:

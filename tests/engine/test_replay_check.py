@@ -15,6 +15,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.engine.execution.executor import InProcessExecutor
 from hardpoint.engine.remote.remote_core import RemoteCore
 from hardpoint.reference.torch_distributed import TorchDistributed
+from hardpoint_cpu.arena import Arena, Block
 from hardpoint_cpu.native import missing
 from hardpoint_cpu.platform import CpuPlatform
 from hardpoint_cpu.recorded_list import RecordedList
@@ -131,6 +132,30 @@ def test_what_is_made_of_torchs_operators_is_recorded_one_by_one(
         for graph in graphs(llm):
             assert graph.num_opaque_calls == 0
             assert graph.num_operators > 0
+
+
+def test_what_an_earlier_engine_left_in_memory_hides_no_fault(
+    dense: tuple[Path, PreTrainedModel], plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that was refused leaves the right values of the very step that the next one is judged by."""
+    choice, left = plugin("baking_norm"), list[torch.Tensor]()
+    take = Arena._take
+
+    def takes_what_was_left(arena: Arena, size: int) -> Block:
+        is_new = not arena._segments
+        block = take(arena, size)
+        if is_new:
+            segment = arena._segments[0]
+            if left:
+                segment.copy_(left[-1])
+            left.append(segment)
+        return block
+
+    monkeypatch.setattr(Arena, "_take", takes_what_was_left)
+    for _ in range(2):
+        with small_llm(dense[0], **SETTINGS) as llm:
+            assert not chosen(llm, choice)
+        left[:] = [left[0].clone()]  # of the engine that was refused, as it was at its end
 
 
 FAULTY = ["lying_norm", "baking_norm", "last_column_norm", "LyingLinear", "LastColumnLinear", "KeepingLinear"]

@@ -2,11 +2,12 @@
 
 Compiled kernels stand in a list that is replayed by one call into C and one wake of the threads; other torch operators,
 and kernels of other plugins (opaque calls), are called again from Python, between lists. While a step is recorded
-nothing is computed: memory holds nothing yet, so what asks for a tensor's values cannot be recorded.
+nothing is computed: memory holds NaN, so what asks for a tensor's values cannot be recorded.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -42,6 +43,13 @@ _VIEWS_IN_ALL_BUT_NAME = {_aten._unsafe_view, _aten.lift_fresh, _aten.detach_}
 _MASKABLE = {_aten.index, _aten._unsafe_index}
 _HOST_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """Methods that read a tensor's values past the dispatcher."""
+
+_NOTHING = 0xFF
+"""Each byte of memory that is handed out while a step is recorded: NaN in floats, -1 in integers.
+
+Values that earlier runs left there could be right by chance, for a kernel that wrongly reads them: its fault would show
+in later steps alone.
+"""
 
 _TASK_BYTES = 400
 """Bytes of a recorded call of a kernel: csrc/task.h and csrc/team.h."""
@@ -415,6 +423,7 @@ class _Recorder(TorchDispatchMode):
         if not geometry.nbytes:
             return torch.empty_strided(geometry.size, geometry.stride, dtype=like.dtype)
         x, block = self._arena.allocate(geometry)
+        ctypes.memset(block.address, _NOTHING, block.size)
         self._births.append(_Birth(block, len(self._steps), native.length(self._list)))
         return x
 
