@@ -24,6 +24,7 @@ from hardpoint_plugin_api import (
     AttentionBatch,
     AttentionMetadata,
     CaptureGrade,
+    ConfigError,
     GraphEngine,
     PlatformError,
     StepLimits,
@@ -185,6 +186,14 @@ def test_listed_sizes_are_prepared_ahead_and_padded_to(
         counts = counted(llm)
         # Of three requests, of which one is padding, that are at the same length all the time.
         assert (counts["graph_replays_total"], counts["prefill"], counts["padding_tokens_total"]) == (23, 1, 23)
+
+
+def test_a_size_that_the_user_lists_and_no_step_has_stops_the_start(
+    plain: tuple[Path, PreTrainedModel], recording: RecordedCalls
+) -> None:
+    recording.batch_sizes, recording.asked_sizes = (2, 4, 64), {"batch_sizes": "acme.sizes"}
+    with pytest.raises(ConfigError, match=r"acme\.sizes: no step has the sizes 64.*the nearest are 3"):
+        engine(plain[0], max_num_seqs=3)
 
 
 def test_steps_larger_than_every_size_are_eager(plain: tuple[Path, PreTrainedModel], recording: RecordedCalls) -> None:
@@ -534,6 +543,30 @@ class TestRows:
         graphs.batch_sizes = None
         row = shape_rows(graphs, limits)[0]
         assert (row.sizes, row.num_ahead, row.sizes_for(3)) == ((4, 8), 0, (4,))
+
+    @pytest.mark.parametrize(
+        ("name", "sizes", "buckets", "said"),
+        [
+            ("batch_sizes", (4, 8, 64), (), "sizes 64: steps have at most 6 requests; the nearest are 6"),
+            ("token_sizes", (16, 64, 512), (), "sizes 64, 512: steps have at most 32 tokens; the nearest are 32"),
+            ("piece_sizes", (33,), (), "sizes 33: steps have at most 32 tokens; the nearest are 32"),
+            ("batch_sizes", (3, 4), (2, 4, 32), "sizes 3: steps are padded to 2, 4, 32 tokens; the nearest are 2, 4"),
+            ("token_sizes", (16,), (4, 32), "sizes 16: steps are padded to 4, 32 tokens; set it to none"),
+        ],
+        ids=str,
+    )
+    def test_sizes_that_the_user_lists_are_never_padded_or_left_out(
+        self, name: str, sizes: tuple[int, ...], buckets: tuple[int, ...], said: str
+    ) -> None:
+        graphs, limits = RecordedCalls(max_graphs=None), StepLimits(32, 6, token_buckets=buckets)
+        setattr(graphs, name, sizes)
+        assert shape_rows(graphs, limits), "sizes of the platform's own are"
+        graphs.asked_sizes = {name: "acme.sizes"}
+        with pytest.raises(ConfigError, match=f"^acme.sizes: no step has the {said}$"):
+            shape_rows(graphs, limits)
+        setattr(graphs, name, ())
+        graphs.batch_sizes = (2, 4)
+        assert shape_rows(graphs, limits)
 
     @pytest.mark.parametrize("name", ["batch_sizes", "token_sizes", "piece_sizes"])
     def test_sizes_that_are_none(self, name: str) -> None:

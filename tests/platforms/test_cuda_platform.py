@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hardpoint.kernels import launch
-from hardpoint.platforms.stream_graphs import parse_sizes
+from hardpoint.platforms.stream_graphs import BATCH_SIZES, PIECE_SIZES, TOKEN_SIZES, parse_sizes, sizes_of
 from hardpoint.platforms.testing import write_tree
 from hardpoint.platforms.torch_accelerator import TorchAcceleratorPlatform
 from hardpoint_cuda.platform import CudaPlatform, describe, describe_arch
@@ -241,6 +241,9 @@ def test_nvml_is_always_shut_down(tmp_path: Path, nvml: FakeNvml) -> None:
 def test_sizes_of_graphs_come_as_a_list() -> None:
     assert parse_sizes("8, 1,2,2", "cuda.graph_batch_sizes") == (1, 2, 8)
     assert parse_sizes("none", "cuda.graph_token_sizes") == ()
+    assert sizes_of({}, "cuda") == (BATCH_SIZES, TOKEN_SIZES, PIECE_SIZES, {})
+    asked = {"token_sizes": "cuda.graph_token_sizes"}
+    assert sizes_of({"graph_token_sizes": "8,4"}, "cuda") == (BATCH_SIZES, (4, 8), PIECE_SIZES, asked)
     for wrong in ("", "1,two", "0", "-4", "1.5", "none"):
         with pytest.raises(ConfigError, match=r"cuda.graph_batch_sizes must be .*--enforce-eager"):
             parse_sizes(wrong, "cuda.graph_batch_sizes")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from hardpoint_plugin_api.device import DeviceInfo, MemorySnapshot
@@ -86,7 +87,9 @@ class GraphEngine(ABC):
     the next size; larger steps run eagerly. None: preparing is cheap, and a step is prepared for its exact number when
     it first occurs. ``token_sizes``: numbers of tokens for which steps with any mix of prompts and decodes are prepared
     as one graph, with up to ``requests_per_token_size`` requests. ``piece_sizes``: numbers of tokens for which all
-    other steps are prepared as piecewise graphs, split at each ``interrupt``.
+    other steps are prepared as piecewise graphs, split at each ``interrupt``. Sizes that no step of the engine has are
+    left out. ``asked_sizes``: the setting behind each of these attributes that the user set, such as ``{"batch_sizes":
+    "cuda.graph_batch_sizes"}``. Of these, a size that would be padded or left out is refused.
 
     ``sees_all_kernels``: everything that a kernel launches on the device becomes part of the graph, whatever language
     it is written in. An engine that records only torch operators and its own plugin's kernels sets False: core then
@@ -100,6 +103,7 @@ class GraphEngine(ABC):
     token_sizes: tuple[int, ...] = ()
     requests_per_token_size: int = 16
     piece_sizes: tuple[int, ...] = ()
+    asked_sizes: Mapping[str, str] = MappingProxyType({})
     sees_all_kernels: bool = True
 
     @property

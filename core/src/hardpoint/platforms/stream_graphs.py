@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -34,16 +35,21 @@ PIECE_SIZES = (128, 256, 384, 512, 768, 1024, 1536, 2048)
 """Of other steps; beyond, an 8B model's kernels take longer than the host."""
 
 
-def sizes_of(config: Mapping[str, ConfigValue], plugin: str) -> tuple[tuple[int, ...], ...]:
+def sizes_of(
+    config: Mapping[str, ConfigValue], plugin: str
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, str]]:
     """The sizes that a plugin's settings ``graph_batch_sizes``, ``graph_token_sizes`` and ``graph_piece_sizes`` list.
 
-    Raises ConfigError for a list that is not one of numbers.
+    They are the arguments of StreamGraphs, in order: the last says which of them the user set. Raises ConfigError for
+    a list that is not one of numbers.
     """
     autos = {"graph_batch_sizes": BATCH_SIZES, "graph_token_sizes": TOKEN_SIZES, "graph_piece_sizes": PIECE_SIZES}
     listed = {key: str(config.get(key, "auto")) for key in autos}
-    return tuple(
+    requests, tokens, pieces = (
         auto if listed[key] == "auto" else parse_sizes(listed[key], f"{plugin}.{key}") for key, auto in autos.items()
     )
+    asked = {key.removeprefix("graph_"): f"{plugin}.{key}" for key in autos if listed[key] != "auto"}
+    return requests, tokens, pieces, asked
 
 
 def parse_sizes(text: str, key: str) -> tuple[int, ...]:
@@ -101,9 +107,11 @@ class StreamGraphs(GraphEngine):
         batch_sizes: tuple[int, ...] = BATCH_SIZES,
         token_sizes: tuple[int, ...] = TOKEN_SIZES,
         piece_sizes: tuple[int, ...] = (),
+        asked_sizes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Sizes ascend."""
         self.batch_sizes, self.token_sizes, self.piece_sizes = batch_sizes, token_sizes, piece_sizes
+        self.asked_sizes = asked_sizes
         self._device, self._stream, self._module = stream.device, stream, stream.module
         self._capture: _Capture | None = None
         self._pool: Any = None

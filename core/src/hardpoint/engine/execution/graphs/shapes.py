@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 
 from hardpoint.engine.execution.sampling.sampler import PlainDraw
 from hardpoint.engine.scheduling.step import StepInput
-from hardpoint_plugin_api import CaptureGrade, GraphEngine, PlatformError, StepLimits
+from hardpoint_plugin_api import CaptureGrade, ConfigError, GraphEngine, PlatformError, StepLimits
 
 Mode = Literal["eager", "piecewise", "full"]
 """How a step runs: without a graph, in captured pieces with attention called between them, or captured whole."""
@@ -154,7 +154,8 @@ def shape_rows(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0) -> 
 
     ``num_drafts`` is the most that a step verifies for a request.
 
-    Raises PlatformError for an engine whose data contradict each other.
+    Raises PlatformError for an engine whose data contradict each other, and ConfigError for a size that the user listed
+    and no step has.
     """
     assert limits.max_requests is not None
     decodes = _decodes(engine, limits)
@@ -164,17 +165,17 @@ def shape_rows(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0) -> 
             f"{len(decodes.draws)} for each: {decodes.sizes}"
         )
     verifying = (_verifying(decodes, limits, num_drafts + 1),) if num_drafts else ()
-    return (
-        decodes,
-        *verifying,
-        ShapeRow(
-            "full",
-            _token_sizes(engine.token_sizes, "token_sizes", limits),
-            ("logits",),
-            requests=min(engine.requests_per_token_size, limits.max_requests),
-        ),
-        ShapeRow("piecewise", _token_sizes(engine.piece_sizes, "piece_sizes", limits), ("hidden",)),
+    mixed = ShapeRow(
+        "full",
+        _token_sizes(engine.token_sizes, "token_sizes", limits),
+        ("logits",),
+        requests=min(engine.requests_per_token_size, limits.max_requests),
     )
+    pieces = ShapeRow("piecewise", _token_sizes(engine.piece_sizes, "piece_sizes", limits), ("hidden",))
+    for name, row in (("batch_sizes", decodes), ("token_sizes", mixed), ("piece_sizes", pieces)):
+        if setting := engine.asked_sizes.get(name):
+            _require(getattr(engine, name), row, setting, limits)
+    return decodes, *verifying, mixed, pieces
 
 
 def with_adapters(rows: tuple[ShapeRow, ...]) -> tuple[ShapeRow, ...]:
@@ -203,6 +204,23 @@ def most_captured_tokens(engine: GraphEngine, limits: StepLimits, num_drafts: in
 def bucketed(count: int, limits: StepLimits) -> int:
     """``count`` tokens, padded to the next of the limits' buckets."""
     return min((bucket for bucket in limits.token_buckets if bucket >= count), default=count)
+
+
+def _require(asked: tuple[int, ...], row: ShapeRow, setting: str, limits: StepLimits) -> None:
+    """Raise ConfigError for sizes of ``setting`` that are none of ``row``: they would be padded or left out."""
+    lost = [size for size in asked if size not in row.sizes]
+    if not lost:
+        return
+    requests, tokens = limits.max_requests, limits.max_tokens
+    assert requests is not None
+    most = min(requests, tokens or requests) if row.queries else tokens or requests
+    near, reason = {most}, f"steps have at most {most} {'requests' if row.queries else 'tokens'}"
+    if buckets := limits.token_buckets:
+        reason = f"steps are padded to {', '.join(map(str, buckets))} tokens"
+        lower = {max((bucket for bucket in buckets if bucket < size), default=buckets[0]) for size in lost}
+        near = lower | {bucketed(size, limits) for size in lost} & set(buckets) if row.queries else set()
+    remedy = f"the nearest are {', '.join(map(str, sorted(near)))}" if near else "set it to none"
+    raise ConfigError(f"{setting}: no step has the sizes {', '.join(map(str, lost))}: {reason}; {remedy}")
 
 
 def _decodes(engine: GraphEngine, limits: StepLimits) -> ShapeRow:
