@@ -133,6 +133,15 @@ def test_a_stored_program_of_another_model_is_not_taken(tmp_path: Path) -> None:
             assert compiled._fitting(json.loads(text.replace(name, f"{name[:-1]}x{name[-1]}"))) is None
 
 
+def test_enforce_eager_turns_off_compilation_and_graphs(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=1)
+    with compiled_llm(tmp_path / "llama", tmp_path / "cache", enforce_eager=True) as llm:
+        llm.generate(random_prompts(2, 10, seed=1), GREEDY, use_tqdm=False)
+        assert not counted(llm).get("graph_replays_total")
+        assert not pieces(llm)
+    assert not (tmp_path / "cache").exists()
+
+
 def test_own_code_says_that_it_is_not_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_checkpoint(tmp_path / "llama", "llama")
     with caplog.at_level(logging.WARNING), compiled_llm(tmp_path / "llama", tmp_path / "cache", model_impl="auto"):
