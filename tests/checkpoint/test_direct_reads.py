@@ -167,3 +167,16 @@ def test_both_ways_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not reads_faster(tmp_path / "file", spans[:1]), "too little to measure"
     rates["mapped"] = 0.0
     assert not reads_faster(Path("/proc/self/maps"), spans), "of a file system without direct reads"
+
+
+@pytest.mark.usefixtures("has_direct_reads")
+def test_a_file_system_that_opens_files_for_direct_reads_and_refuses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does whose blocks are larger than a page: files are mapped then."""
+    monkeypatch.setattr(direct_reads, "_TRIAL", 16 * PAGE)
+    (tmp_path / "file").write_bytes(os.urandom(512 * PAGE))
+    # Reads that begin within a page are refused by the kernel itself, and the span's pages begin at none.
+    monkeypatch.setattr(direct_reads, "PAGE", 100)
+    spans = [Span(at + 100, 64 * PAGE, at, 65 * PAGE) for at in range(0, 256 * PAGE, 64 * PAGE)]
+    assert not reads_faster(tmp_path / "file", spans)
