@@ -78,7 +78,9 @@ def _by_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
     ours = {name: value for name, value in given.items() if name not in _ALL}
     for name, value in given.items():
         if name in RENAMED:
-            if RENAMED[name] in given:
+            if value is None:
+                continue
+            if given.get(RENAMED[name]) is not None:
                 raise RequestError(f"{name} and {RENAMED[name]} are the same; give one")
             ours[RENAMED[name]] = value
         elif name in VLLM_PARAMS and _asks_for_something(value, VLLM_PARAMS[name].default):
@@ -92,7 +94,7 @@ def _by_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
 def _asks_for_something(value: object, default: object) -> bool:
     if isinstance(value, Sized):
         return len(value) > 0
-    return value is not None and value != default
+    return value is not None and value != default and not (value is False and default is None)
 
 
 @functools.cache
