@@ -14,6 +14,7 @@ from hardpoint.engine.control import ReadMetrics, Sleep, UpdateWeights, WakeUp
 from hardpoint.engine.explain import explain
 from hardpoint.engine.remote.replicas import Replicas
 from hardpoint.engine.requests import RequestProgress
+from hardpoint.layers import moe
 from hardpoint_plugin_api import ConfigError, EngineError, SelectionError
 from tests.parallel.ranks import sharing_replicas
 from tests.support.checkpoints import (
@@ -67,6 +68,17 @@ def serve_unevenly(core: Replicas, model: PreTrainedModel) -> None:
     finish(core, aborted, *requests)
     check(model, [first, *requests], [PROMPTS[4], *PROMPTS])
     assert aborted.finish_reason == "abort"
+
+
+def test_prompts_over_several_blocks_of_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state has the null page for all blocks but the newest. Tokens of these blocks are no padding."""
+    monkeypatch.setattr(moe, "_MANY_TOKENS", 16)
+    model = write_checkpoint(tmp_path, "qwen3_next", **GATED_DELTA_MOE)
+    prompts = random_prompts(2, 90, shortest=80, seed=1)
+    with sharing_replicas(tmp_path) as core:
+        requests = [add(core, prompt, data_parallel_rank=rank) for rank, prompt in enumerate(prompts)]
+        finish(core, *requests)
+    check(model, requests, prompts)
 
 
 @pytest.mark.parametrize(

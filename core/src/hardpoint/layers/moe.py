@@ -61,7 +61,7 @@ class MoE(PluggableLayer, name="moe"):
         super().__init__(ctx)
         self.args, hidden = args, args.hidden_size
         self._sharing, self._tp, self._returns_partial_sums = sharing_group(ctx), ctx.parallel.tp, False
-        self._slices, self._block_size = slicing_group(ctx), ctx.block_size
+        self._slices, self._block_size, self._users = slicing_group(ctx), ctx.block_size, ctx.cache_users.users
         self.router = Linear(
             ctx.child("router"),
             LinearArgs(hidden, (("experts", args.router.num_experts),), args.router.linear_bias, kind="router"),
@@ -107,8 +107,7 @@ class MoE(PluggableLayer, name="moe"):
         shares = _shares(x.shape[0], self._sharing.size)
         start = sum(shares[: self._sharing.rank])
         own = slice(start, start + shares[self._sharing.rank])
-        is_told_apart = self.experts.serves_replicas and step.metadata and x.shape[0] >= _MANY_TOKENS
-        padding = _padding(step, self._block_size)[own] if is_told_apart else None
+        padding = self._padding(step, own) if self.experts.serves_replicas and x.shape[0] >= _MANY_TOKENS else None
         y = self._routed(x[own], step, shares, padding)
         if y.shape[0]:  # the same on all ranks that have slices of one expert
             y = self._slices.all_reduce(y)
@@ -130,6 +129,17 @@ class MoE(PluggableLayer, name="moe"):
             return self._one_by_one(x, ids, weights, step)
         y: torch.Tensor = self.experts(x, ids, weights, step)
         return y
+
+    def _padding(self, step: ForwardStep, own: slice) -> torch.Tensor | None:
+        """The ``own`` tokens of ``step`` that are mere padding, bool [t]: those that are stored to the null page.
+
+        None where no cache of this rank's layers is of tokens: of a state, a request has the page of its newest block
+        alone, and its tokens of earlier blocks have the null page, too.
+        """
+        number = next((n for n, user in enumerate(self._users) if not user.spec.retention.per_sequence), None)
+        if number is None or not step.metadata:
+            return None
+        return step.metadata[number].batch.slot_mapping[own] < (NULL_PAGE + 1) * self._block_size
 
     def _one_by_one(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """Each of a token's experts reads an input of its own: the token multiplied by the expert's weight."""
@@ -293,11 +303,6 @@ def sharing_group(ctx: Context) -> RankGroup:
     """The ranks that share the tokens of a replica among them, to route a part each."""
     parallel = ctx.parallel
     return parallel.tp if parallel.ep.size > parallel.tp.size else parallel.ep
-
-
-def _padding(step: ForwardStep, block_size: int) -> torch.Tensor:
-    """Which tokens of ``step`` are mere padding, bool [T]: those that are stored to the null page."""
-    return step.metadata[0].batch.slot_mapping < (NULL_PAGE + 1) * block_size
 
 
 def _features(ctx: Context) -> frozenset[Feature]:
