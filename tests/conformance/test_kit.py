@@ -410,14 +410,25 @@ def test_a_report_for_the_authors(tried_plugin: Path, tmp_path: Path, capsys: py
     command = ["conform", "tried", "--name", "tried_wrong", "--setting", "cpu.threads=1", "--in-process"]
     assert hardpoint([*command, "--report", str(file)]) == 1
     report = json.loads(file.read_text())
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().err.split())
     assert f"report written to {file}: {len(report['failures'])} failed checks, " in said
     assert said.endswith("send it to the authors of tried 1.0.")
     assert {fault["code"] for failure in report["failures"] for fault in failure["faults"]} >= {"gain"}
     assert report["environment"]["packages"]["hardpoint-core"] == version("hardpoint-core")
     assert report["certificate"]["summary"]["failed"] == len(report["failures"])
     assert "results" not in report["certificate"]
-    assert not report["not_proved"]
+    assert report["not_proved"] == {}
+
+
+def test_a_report_of_a_part_of_a_run(tried_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It does not say what is not proved, and leaves the certificate on stdout as it is."""
+    file = tmp_path / "report.json"
+    command = ["conform", "tried", "--name", "tried_right", "--setting", "cpu.threads=1", "--in-process"]
+    assert hardpoint([*command, "--case", "float32/random", "--json", "-", "--report", str(file)]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["complete"] is False
+    assert json.loads(file.read_text())["not_proved"] is None
+    assert "no word on what is not proved, since this is a part of a run" in printed.err
 
 
 def test_a_run_says_how_its_certificate_is_kept(tried_plugin: Path, capsys: pytest.CaptureFixture[str]) -> None:

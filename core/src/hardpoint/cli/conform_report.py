@@ -16,14 +16,17 @@ if TYPE_CHECKING:
 
 
 def write_report(file: str, plugins: PluginSet, certificate: Certificate) -> None:
-    """Write a report to ``file``, and print its contents and its receiver.
+    """Write a report to ``file``, and print its contents and its receiver to stderr.
 
     It is JSON: ``environment`` as ``hardpoint env --json`` prints it; ``certificate`` in its compact form, with counts
-    for each check; ``failures``, every failed check with its faults; ``not_proved``, contributions with the reasons.
+    for each check; ``failures``, every failed check with its faults; ``not_proved``, contributions with the reasons, or
+    null for a part of a run, which does not say.
     """
     failures = [result.to_json() for result in certificate.results if result.outcome == "failed"]
-    asked = certificate.proofs if certificate.is_complete else ()
-    not_proved = {proof.title: list(proof.why) for proof in asked if proof.verdict == "not proved"}
+    not_proved, unproved = None, "no word on what is not proved, since this is a part of a run"
+    if certificate.is_complete:
+        not_proved = {proof.title: list(proof.why) for proof in certificate.proofs if proof.verdict == "not proved"}
+        unproved = f"{len(not_proved)} contributions that are not proved for this hardware"
     report = {
         "schema": 1,
         "environment": collect(plugins),
@@ -33,7 +36,8 @@ def write_report(file: str, plugins: PluginSet, certificate: Certificate) -> Non
     }
     write_text(file, json.dumps(report, indent=1) + "\n")
     click.echo(
-        f"report written to {file}: {len(failures)} failed checks, {len(not_proved)} contributions that are not proved "
-        "for this hardware, and the versions, devices and path of Python of this machine. Read it, and send it to the "
-        f"authors of {certificate.plugin['name']} {certificate.plugin['version']}."
+        f"report written to {file}: {len(failures)} failed checks, {unproved}, and the versions, devices and path of "
+        "Python of this machine. Read it, and send it to the authors of "
+        f"{certificate.plugin['name']} {certificate.plugin['version']}.",
+        err=True,
     )
