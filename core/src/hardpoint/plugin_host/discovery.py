@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from email.parser import HeaderParser
 
 from importlib_metadata import Distribution, EntryPoint
 from packaging.utils import canonicalize_name
@@ -88,7 +89,8 @@ def _installed() -> Iterator[PluginRecord]:
 
 def _identity(distribution: Distribution) -> tuple[str, str]:
     try:
-        metadata = distribution.metadata
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        metadata = HeaderParser().parsestr(text)  # a long description may stand behind the headers
         return canonicalize_name(metadata["Name"]), metadata["Version"] or "of unknown version"
     except Exception:  # absent or damaged metadata: the plugin is still worth a record
         return "unnamed-distribution", "of unknown version"

@@ -260,9 +260,12 @@ class _Contest:
     def _of_this_platform(self, offers: Sequence[Offer]) -> list[Offer]:
         """``offers`` without those that bear the name of one for this platform, and are for others."""
         platform = self.selector.device.platform
-        here = [o for o in offers if not o.contribution.platforms or platform in o.contribution.platforms]
+        here, elsewhere = list[Offer](), list[Offer]()
+        for offer in offers:
+            platforms = offer.contribution.platforms
+            (here if not platforms or platform in platforms else elsewhere).append(offer)
         names = {o.contribution.name for o in here}
-        return [*here, *(o for o in offers if o not in here and o.contribution.name not in names)]
+        return [*here, *(o for o in elsewhere if o.contribution.name not in names)]
 
     def candidates(self) -> tuple[Offer, ...]:
         self._judge_by_data()
