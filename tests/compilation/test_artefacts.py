@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,13 +35,16 @@ def divided(hidden: Pass, num_tokens: int = 61) -> Divided:
     return divide(trace(nn.Module(), hidden, OpTracing(), alone().tp, CPU, num_tokens))
 
 
-def test_a_piece_is_compiled_once_and_again_where_it_was_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def compiling_few() -> Iterator[None]:
     """Without what pays for many pieces alone: a trial of the compiler for each set of vector instructions, and torch's
     headers compiled beforehand."""
-    monkeypatch.setattr(inductor.cpp, "vec_isa_ok", True)
-    monkeypatch.setattr(inductor, "cpp_cache_precompile_headers", False)
+    with inductor.patch({"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}):
+        yield
+
+
+@pytest.mark.usefixtures("compiling_few")
+def test_a_piece_is_compiled_once_and_again_where_it_was_changed(tmp_path: Path) -> None:
     found = divided(scaled)
     (piece,) = found.pieces.values()
     first = Artefacts(tmp_path, "here")
@@ -123,6 +126,18 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
         check_private(folder)
     tmp_path.chmod(0o1777)  # as /tmp: only owners rename
     check_private(folder)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o770], ids=oct)
+def test_headers_are_compiled_beforehand_in_a_private_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """That folder is of torch's choice, and has a name in /tmp that anybody can take first."""
+    monkeypatch.setattr("torch._inductor.runtime.cache_dir_utils.default_cache_dir", lambda: str(tmp_path / "torch"))
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch").chmod(mode)
+    with artefacts._cache_in(tmp_path / "cache", Artefacts(tmp_path / "kept", "here")._settings):
+        assert inductor.cpp_cache_precompile_headers == (mode == 0o700)
 
 
 def test_folders_are_private_whatever_the_umask(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ class Artefacts:
                 place.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise ConfigError(f"--compile-cache {folder}: {error.strerror}; name another folder") from error
+        self._settings = _header_settings()
+        environment += json.dumps(self._settings)
         self._folder = folder.resolve() / hashlib.sha256(environment.encode()).hexdigest()[:16]
         check_private(folder.resolve())
         self._folder.mkdir(exist_ok=True, mode=0o700)
@@ -88,7 +90,8 @@ class Artefacts:
             return {}
         try:
             with quiet():
-                futures = _loaded(self._together(whole), [_entry(note) for note in whole.values()])
+                entries = [_entry(note) for note in whole.values()]
+                futures = _loaded(self._together(whole), entries, self._settings)
         except Exception as error:  # a disk's, or a compiler's
             logger.info("compiled pieces cannot be loaded together: %s: %s", type(error).__name__, error)
             return {}
@@ -118,7 +121,7 @@ class Artefacts:
         fresh = Path(tempfile.mkdtemp(dir=self._folder))
         try:
             context = TracingContext(detect_fake_mode(piece.examples))
-            with _cache_in(fresh / _PIECE), tracing(context):
+            with _cache_in(fresh / _PIECE, self._settings), tracing(context):
                 standalone_compile(
                     piece.graph,
                     piece.examples,
@@ -130,7 +133,8 @@ class Artefacts:
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
         entry = _entry(_hashes(target / _PIECE))
-        (made,) = _loaded(target / _PIECE, [entry])  # where it lies now, so that all that loading makes is there, too
+        # From where it lies now, so that all that loading makes is there, too.
+        (made,) = _loaded(target / _PIECE, [entry], self._settings)
         function = made.result()
         _note_hashes(target)
         self.num_compiled += 1
@@ -201,7 +205,7 @@ def _entry(files: Iterable[str]) -> str:
     return name
 
 
-def _loaded(folder: Path, entries: Sequence[str]) -> list[Future[PieceFunction]]:
+def _loaded(folder: Path, entries: Sequence[str], settings: dict[str, bool]) -> list[Future[PieceFunction]]:
     """Load these entries of Inductor's cache in ``folder``, in as many threads; all have ended.
 
     Each thread has this thread's settings of torch's compiler. Loading changes two of them for a while, and sets back
@@ -213,7 +217,7 @@ def _loaded(folder: Path, entries: Sequence[str]) -> list[Future[PieceFunction]]
     skips, fails = {"unsafe_skip_cache_dynamic_shape_guards": True}, {"strict_autograd_cache": True}
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
     with (
-        _cache_in(folder),
+        _cache_in(folder, settings),
         inductor.patch(skips),
         functorch.patch(fails),
         ThreadPoolExecutor(min(len(entries), _MOST_LOADERS)) as pool,
@@ -256,10 +260,31 @@ def _write(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def _cache_in(folder: Path) -> Iterator[None]:
+def _cache_in(folder: Path, settings: dict[str, bool]) -> Iterator[None]:
     """Have Inductor keep its files in ``folder``: by default they lie where others may put theirs."""
+    from torch._inductor import config as inductor
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     folder.mkdir(exist_ok=True)
-    with _cache_variable, temporary_cache_dir(str(folder)):
+    with _cache_variable, temporary_cache_dir(str(folder)), inductor.patch(settings):
         yield
+
+
+def _header_settings() -> dict[str, bool]:
+    """Settings of Inductor for C++ headers, which it compiles into a folder of its own choice.
+
+    Where others can write to that folder, code would be compiled from theirs, so headers are not compiled beforehand.
+    """
+    from torch._inductor.runtime import cache_dir_utils
+
+    folder = Path(cache_dir_utils.default_cache_dir()) / "precompiled_headers"
+    try:
+        for place in (folder.parent, folder):
+            place.mkdir(exist_ok=True, mode=0o700)
+            if place.is_symlink():
+                raise ConfigError(f"{place} is a link")
+        check_private(folder.resolve())
+    except (OSError, ConfigError) as error:
+        logger.info("C++ headers are not compiled beforehand: %s", error)
+        return {"cpp_cache_precompile_headers": False}
+    return {}
