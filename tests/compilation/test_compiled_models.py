@@ -162,8 +162,8 @@ def test_compiled_passes_give_the_same_tokens_and_a_second_start_compiles_nothin
 
 
 @pytest.mark.nightly
-def test_two_ranks_share_pieces(tmp_path: Path) -> None:
-    model = write_checkpoint(tmp_path / "llama", "llama")
+def test_two_ranks_of_twenty_equal_layers_share_pieces(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=20)
     prompts = random_prompts(4, 40, seed=2)
     with compiled_llm(tmp_path / "llama", tmp_path / "cache", tensor_parallel_size=2) as llm:
         for each, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
