@@ -58,3 +58,13 @@ def test_settings_that_cannot_be(tmp_path: Path) -> None:
         block_kinds(config_of(tmp_path, pipeline_parallel_size=2, tensor_parallel_size=2), 16, 3)
     with pytest.raises(ConfigError, match="--pipeline-parallel-size 1: one stage has all blocks"):
         tune_stages.callback(config_of(tmp_path), 16, 3)  # type: ignore[misc]  # click's own type has it optional
+
+
+def test_more_stages_than_blocks_are_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    assert run(["tune", "stages", str(tmp_path), "--platform", "cpu", "--pipeline-parallel-size", "3"]) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert "--pipeline-parallel-size 3: the model has 2 blocks, and each stage needs one; take at most 2" in said.err

@@ -42,7 +42,8 @@ class Kind:
 def block_kinds(config: EngineConfig, tokens: int, rounds: int) -> list[Kind]:
     """Measure one block of each kind in a step of ``tokens`` tokens of a prompt, on one device.
 
-    Raises ConfigError for tensor parallelism and for models that have no stages, and the errors of ``draw``.
+    A step has at most --max-num-batched-tokens. Raises ConfigError for tensor parallelism, for models that have no
+    stages or fewer blocks than stages, and the errors of ``draw``.
     """
     if config.topology.tensor > 1:
         raise ConfigError(
@@ -51,6 +52,7 @@ def block_kinds(config: EngineConfig, tokens: int, rounds: int) -> list[Kind]:
     blueprint = draw(config.of_one_rank())
     if not isinstance(getattr(blueprint.model, "args", None), CausalLMArgs):
         raise ConfigError(f"{config.model}: it runs by Transformers' code, which has no pipeline stages")
+    StageDivision().of(len(blueprint.model.args.blocks), config.topology.pipeline)  # before anything is measured
     ctx, platform = blueprint.ctx, blueprint.platform
     ctx.resources.allocate(ctx.torch_device)
     timer = DeviceTimer(platform, ctx.torch_device, _WORKING_SET)

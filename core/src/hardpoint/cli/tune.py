@@ -222,7 +222,11 @@ def linear(
 
 @tune.command(cls=EngineCommand, short_help="Find the numbers of blocks of pipeline stages that take equally long.")
 @click.option(
-    "--tokens", default=2048, show_default=True, type=click.IntRange(1), help="Number of prompt tokens in a step."
+    "--tokens",
+    default=2048,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Number of prompt tokens in a step, at most --max-num-batched-tokens.",
 )
 @click.option(
     "--rounds", default=15, show_default=True, type=click.IntRange(3), help="Most rounds to measure; the median counts."
