@@ -52,14 +52,17 @@ class Artefacts:
     ``num_compiled`` and ``num_loaded`` count pieces.
     """
 
-    def __init__(self, folder: Path, environment: str) -> None:
-        """Raises ConfigError for a folder that others can write to, or that cannot be made."""
+    def __init__(self, folder: Path, environment: str, device: int | None = None) -> None:
+        """``device``: the number of the accelerator that pieces run on.
+
+        Raises ConfigError for a folder that others can write to, or that cannot be made.
+        """
         try:
             for place in reversed((folder, *folder.parents)):  # the mode of mkdir is not that of the parents it makes
                 place.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise ConfigError(f"--compile-cache {folder}: {error.strerror}; name another folder") from error
-        self._settings = _header_settings()
+        self._device, self._settings = device, _header_settings()
         environment += json.dumps(self._settings)
         self._folder = folder.resolve() / hashlib.sha256(environment.encode()).hexdigest()[:16]
         check_private(folder.resolve())
@@ -91,7 +94,7 @@ class Artefacts:
         try:
             with quiet():
                 entries = [_entry(note) for note in whole.values()]
-                futures = _loaded(self._together(whole), entries, self._settings)
+                futures = self._loaded(self._together(whole), entries)
         except Exception as error:  # a disk's, or a compiler's
             logger.info("compiled pieces cannot be loaded together: %s: %s", type(error).__name__, error)
             return {}
@@ -134,7 +137,7 @@ class Artefacts:
             shutil.rmtree(fresh, ignore_errors=True)
         entry = _entry(_hashes(target / _PIECE))
         # From where it lies now, so that all that loading makes is there, too.
-        (made,) = _loaded(target / _PIECE, [entry], self._settings)
+        (made,) = self._loaded(target / _PIECE, [entry])
         function = made.result()
         _note_hashes(target)
         self.num_compiled += 1
@@ -170,6 +173,24 @@ class Artefacts:
                 shutil.rmtree(fresh, ignore_errors=True)
         return place
 
+    def _loaded(self, folder: Path, entries: Sequence[str]) -> list[Future[PieceFunction]]:
+        """Load these entries of Inductor's cache in ``folder``, in as many threads; all have ended.
+
+        Each thread has this thread's settings of torch's compiler. Loading changes two of them for a while, and sets
+        back what it found; where settings are the process's (torch 2.11), threads must find them changed already.
+        """
+        from torch._functorch import config as functorch
+        from torch._inductor import config as inductor
+
+        skips, fails = {"unsafe_skip_cache_dynamic_shape_guards": True}, {"strict_autograd_cache": True}
+        with (
+            _cache_in(folder, self._settings),
+            inductor.patch(skips),
+            functorch.patch(fails),
+            ThreadPoolExecutor(min(len(entries), _MOST_LOADERS)) as pool,
+        ):
+            return [pool.submit(copy_context().run, _load, entry, self._device) for entry in entries]
+
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
         with open(self._folder / f"{key}.lock", "w") as file:
@@ -203,26 +224,6 @@ def _entry(files: Iterable[str]) -> str:
     """Inductor's name of the piece that has these files."""
     (name,) = {Path(file).parts[1] for file in files if file.startswith(f"{_ENTRY}/")}
     return name
-
-
-def _loaded(folder: Path, entries: Sequence[str], settings: dict[str, bool]) -> list[Future[PieceFunction]]:
-    """Load these entries of Inductor's cache in ``folder``, in as many threads; all have ended.
-
-    Each thread has this thread's settings of torch's compiler. Loading changes two of them for a while, and sets back
-    what it found; where settings are the process's (torch 2.11), threads must find them changed already.
-    """
-    from torch._functorch import config as functorch
-    from torch._inductor import config as inductor
-
-    skips, fails = {"unsafe_skip_cache_dynamic_shape_guards": True}, {"strict_autograd_cache": True}
-    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-    with (
-        _cache_in(folder, settings),
-        inductor.patch(skips),
-        functorch.patch(fails),
-        ThreadPoolExecutor(min(len(entries), _MOST_LOADERS)) as pool,
-    ):
-        return [pool.submit(copy_context().run, _load, entry, device) for entry in entries]
 
 
 def _load(entry: str, device: int | None) -> PieceFunction:

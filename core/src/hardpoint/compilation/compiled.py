@@ -84,7 +84,7 @@ class CompiledPass(PluggableLayer):
         """
         ctx, began = self._ctx, time.perf_counter()
         folder = Path(ctx.config.compile_cache).expanduser() if ctx.config.compile_cache else default_folder()
-        artefacts = Artefacts(folder, _environment(ctx))
+        artefacts = Artefacts(folder, _environment(ctx), ctx.torch_device.index)
         try:
             made = {number == 1: self._program(artefacts, number) for number in _NUMBERS}
         except CannotCompileError as error:
