@@ -27,6 +27,8 @@ _CHUNK = 64
 _CHANNEL_CHUNK = 16
 """Tokens of a chunk where each channel has a decay: [C, C, D] ratios of decays exist at a time."""
 _ERRORS = ErrorModel(scale="row", finest=2.0**-18, ignore_null_page=("states",))
+_FAST = -20.0
+"""The logarithm of decays of which a few leave nothing."""
 _STATIC = ("scale", "delta_rule", "normalize", "channel_decay")
 
 
@@ -54,6 +56,8 @@ def _drawn(
     widths = [num_key_heads * key_size] * 2 + [num_heads * value_size]
     q, k, v = draw.normal(tokens, sum(widths)).split(widths, dim=1)  # as a convolution leaves them
     q, k = (x.unflatten(1, (num_key_heads, key_size)) for x in (q, k))
+    if decays[0] < _FAST:  # an output is little more than its own token's q k times v, and q k may not cancel
+        q += k
     channels = (key_size,) if channel_decay else ()
     low, high = decays
     decay = draw.floats(tokens, num_heads, *channels) * (high - low) + low
