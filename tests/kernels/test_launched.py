@@ -24,6 +24,7 @@ SCRATCH = 64
 MORE_SCRATCH = {
     ("gfx942", "decode_latent_attention"): 512,
     ("gfx942", "prefill_latent_attention"): 512,
+    ("gfx90a", "multiply_tiles"): 704,
     ("gfx942", "multiply_tiles"): 704,
     ("gfx1201", "_gemm"): 704,
     ("gfx1201", "decode_attention"): 1024,
