@@ -95,8 +95,8 @@ def test_a_program_that_changes_its_environment_keeps_few_servers(
         assert process.exitcode == 0
     assert told(say)["parent"] not in [*pids, os.getpid()]
     assert len(servers) == fork_server._MOST_SERVERS
-    assert pids[0] is not None
-    assert is_gone(pids[0])
+    # The first that is seen to be idle: a server may take a moment to notice that its child has ended.
+    assert [is_gone(pid) for pid in pids if pid is not None].count(True) == 1
 
 
 @pytest.mark.parametrize("code", [0, 3, -signal.SIGKILL, -signal.SIGSEGV])
