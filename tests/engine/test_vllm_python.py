@@ -101,7 +101,8 @@ def test_parameters_that_are_refused(given: dict[str, Any], answer: str) -> None
 
 def test_parameters_of_vllm_that_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
     defaults: dict[str, Any] = {"detokenize": True, "length_penalty": 1.0, "best_of": None, "logits_processors": []}
-    defaults |= {"skip_reading_prefix_cache": False, "watermarking": False}
+    defaults |= {"skip_reading_prefix_cache": False, "watermarking": False, "truncation_side": None}
+    assert SamplingParams(**defaults | {"best_of": 1}) == SamplingParams()
     defaults |= {"guided_decoding": None, "structured_outputs": None}
     assert SamplingParams(**defaults) == SamplingParams()
     assert caplog.messages == []

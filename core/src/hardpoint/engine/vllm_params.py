@@ -31,8 +31,11 @@ class VllmParam:
 RENAMED: Mapping[str, str] = {"guided_decoding": "structured_outputs"}
 """Names of older versions of vLLM, and ours."""
 
+NONE_BY_DEFAULT = frozenset({"truncation_side"})
+"""Names that are ours, too, whose default is None in vLLM."""
+
 VLLM_PARAMS: Mapping[str, VllmParam] = {
-    "best_of": VllmParam(None, "ask for n completions, and choose by their log-probabilities"),
+    "best_of": VllmParam(1, "ask for n completions, and choose by their log-probabilities"),
     "detokenize": VllmParam(True, "texts are made all the same", is_harmless=True),
     "early_stopping": VllmParam(False, _BEAMS),
     "extra_args": VllmParam(None, _NO_CODE),
@@ -57,7 +60,7 @@ VLLM_PARAMS: Mapping[str, VllmParam] = {
 
 
 def takes_vllm_names(params: type[T]) -> type[T]:
-    """Have the class ``params`` answer the keywords of VLLM_PARAMS, and take those of RENAMED."""
+    """Have the class ``params`` answer the keywords of VLLM_PARAMS, and take those of RENAMED and NONE_BY_DEFAULT."""
     init: Callable[..., None] = params.__init__
 
     @functools.wraps(init)
@@ -70,7 +73,7 @@ def takes_vllm_names(params: type[T]) -> type[T]:
     return params
 
 
-_ALL = RENAMED.keys() | VLLM_PARAMS.keys()
+_ALL = RENAMED.keys() | VLLM_PARAMS.keys() | NONE_BY_DEFAULT
 
 
 def _by_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +86,8 @@ def _by_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
             if given.get(RENAMED[name]) is not None:
                 raise RequestError(f"{name} and {RENAMED[name]} are the same; give one")
             ours[RENAMED[name]] = value
+        elif name in NONE_BY_DEFAULT:
+            ours |= {} if value is None else {name: value}
         elif name in VLLM_PARAMS and _asks_for_something(value, VLLM_PARAMS[name].default):
             known = VLLM_PARAMS[name]
             if not known.is_harmless:
