@@ -304,6 +304,22 @@ def check_random_streams(
             assert request.finish_reason == ("stop" if wanted[-1] in request.asked.stop_token_ids else "length")
 
 
+def test_a_long_prompt_takes_the_pages_that_it_was_promised_before_a_more_important_one_comes() -> None:
+    """Which may not start before, so that the long one must not leave the whole step to it."""
+    requests: list[tuple[list[int], int, int, bool, int, bool]] = [
+        *[([0], 1, 15, False, 0, False)] * 2,
+        ([0], 2, 21, False, 0, False),
+        ([0], 5, 15, False, 0, False),
+        ([0], 12, 6, False, 0, False),
+        ([0], 17, 7, False, 2, False),
+        (list(range(12)), 1, 26, False, 0, False),
+        (list(range(14)), 1, 21, False, 1, False),
+        (list(range(25)), 1, 21, False, 0, False),
+        ([0, 0, 0], 11, 13, False, 0, False),
+    ]
+    check_random_streams(requests, 14, 12, 5, 1, True, 2, False, (WINDOW,), {}, False, None, 1, None)
+
+
 @settings(max_examples=200, deadline=None)
 @STREAMS
 def test_random_streams(**stream: Any) -> None:

@@ -388,7 +388,9 @@ class Scheduler:
 
     def _startable(self, request: Request) -> Iterator[tuple[int, int]]:
         """The waiting requests, beside ``request``, for which slots and pages last: their priorities, and the tokens
-        that each wants."""
+        that each wants. None while pages are promised, since none starts then."""
+        if self._promised is not None:
+            return
         slots, free = len(self._free_slots), self.cache.pool.num_free
         num_long = 0
         if long := self._waiting.first_long:
