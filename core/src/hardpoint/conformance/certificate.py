@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 KIT_VERSION = 5
-"""Raised when a check comes to ask for more than before, or results are judged by another rule."""
+"""Raised when a check comes to ask for more than before, or a rule to refuse results that it took: a certificate by a
+stricter rule holds by a wider one."""
 
 _CORE = Path(hardpoint.__file__).parent
 

@@ -35,7 +35,7 @@ ANSWERS: Mapping[str, str] = {
     "routed_experts_prompt_start": "routed experts are those of all tokens, the prompt's included",
     "session_id": "requests with a common prefix find it in the cache without a session",
     "spaces_between_special_tokens": "the tokenizer decides about spaces",
-    "stream_interval": "tokens are sent as they come, those that wait together",
+    "stream_interval": "tokens are sent as they come, and waiting tokens together",
     "thinking_token_budget": "max_tokens limits reasoning and answer together",
     "use_beam_search": _BEAMS,
     "vllm_xargs": "plugins have flags of their own",
