@@ -21,6 +21,7 @@ from hardpoint.cli.log import show_log
 from hardpoint.config import EngineConfig
 from hardpoint.config.errors import flag_of
 from hardpoint.engine.lora import LoRARequest
+from hardpoint.garbage_collection import no_collections
 from hardpoint.terminal.engine_options import EngineCommand
 from hardpoint.terminal.output import check_writable, make_folder, print_table, write_text
 from hardpoint_plugin_api import ConfigChange, ConfigError, RequestError, StructuredOutput
@@ -124,10 +125,13 @@ def generate(
 
 def _load(config: EngineConfig) -> LLM:
     startup_times.mark("command line")
-    import torch  # noqa: F401  # first, so that its share of the start is seen
+    with no_collections():
+        import torch  # noqa: F401  # first, so that its share of the start is seen
 
-    startup_times.mark("torch")
-    from hardpoint.engine.llm import LLM
+        startup_times.mark("torch")
+        import hardpoint.engine.blueprint
+        import hardpoint.engine.core  # noqa: F401
+        from hardpoint.engine.llm import LLM
 
     startup_times.mark("engine")
     return LLM.from_config(config)

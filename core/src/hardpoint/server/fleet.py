@@ -26,6 +26,7 @@ from hardpoint.engine.frontend.frontend import serve_other_ranks, start_core
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.child import API_NAME, Child, hang_up
 from hardpoint.engine.remote.hub import Hub
+from hardpoint.garbage_collection import keep_what_is_there
 from hardpoint.metrics import MetricsSnapshot
 from hardpoint.server.api_process import Place, serve_api
 from hardpoint.server.fleet_messages import (
@@ -151,7 +152,7 @@ class Fleet:
         except Exception as error:
             self._end(error)
             return
-        child_process.keep_what_was_loaded()
+        keep_what_is_there()
         self._ready_at = time.monotonic()
         self._hub = Hub(core, self._core_has_ended)
         for connection in self._waiting:

@@ -18,7 +18,7 @@ from hardpoint.engine.async_engine import connect_own
 from hardpoint.engine.client import StartCore
 from hardpoint.engine.frontend.frontend import start_core
 from hardpoint.engine.model_check import check_model
-from hardpoint.engine.processes.child_process import keep_what_was_loaded
+from hardpoint.garbage_collection import keep_what_is_there
 from hardpoint.parsers import choose_parsers
 from hardpoint.server.app import create_app
 from hardpoint.server.host import EngineHost
@@ -165,7 +165,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
             raise
         if self.service.host.state == "ready":
-            keep_what_was_loaded()
+            keep_what_is_there()
             self._when_ready()
 
     def stop(self, deadline: float) -> None:

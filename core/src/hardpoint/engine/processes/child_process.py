@@ -6,7 +6,6 @@ They are forked from a process without threads and devices that has imported tor
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import logging.handlers
 import multiprocessing
@@ -147,15 +146,6 @@ def log_by(send: Sender, levels: dict[str, int]) -> None:
     logging.root.handlers = [_Forward(send)]
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
-
-
-def keep_what_was_loaded() -> None:
-    """Of a process that has loaded its engine: what is there stays, and no garbage collection looks at it again.
-
-    A full one takes 0.1 seconds and more, while tokens wait.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def listen(connection: Connection, parent: int, take: Callable[[object], None]) -> None:

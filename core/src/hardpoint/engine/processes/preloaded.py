@@ -4,16 +4,15 @@ None of them starts a thread or looks for a device while it is imported. Plugins
 process imports the plugins that its engine selects.
 """
 
-import gc
-
-import torch  # noqa: F401
-
-import hardpoint.engine.core
-import hardpoint.engine.execution.ranks.rank_process
-import hardpoint.engine.execution.worker
-import hardpoint.engine.remote.core_process  # noqa: F401
 from hardpoint import fork_server
+from hardpoint.garbage_collection import no_collections
+
+with no_collections():  # nor does a child's write to these objects, whose memory all of them share
+    import torch  # noqa: F401
+
+    import hardpoint.engine.core
+    import hardpoint.engine.execution.ranks.rank_process
+    import hardpoint.engine.execution.worker
+    import hardpoint.engine.remote.core_process  # noqa: F401
 
 fork_server.show_name(fork_server.NAME)
-gc.collect()
-gc.freeze()  # no child's garbage collection writes to these objects, whose memory all of them share

@@ -22,6 +22,7 @@ from hardpoint.engine.processes.child import Child
 from hardpoint.engine.remote.core_loop import run_core
 from hardpoint.engine.remote.messages import Command, Ended, Ready, Report
 from hardpoint.engine.remote.remote_core import CLOSE_SECONDS
+from hardpoint.garbage_collection import keep_what_is_there
 from hardpoint_plugin_api import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ def _serve(connection: Connection, send: child_process.Sender, parent: int, conf
 
     def report(message: Report | Answer) -> None:
         if isinstance(message, Ready):
-            child_process.keep_what_was_loaded()
+            keep_what_is_there()
             ready.set()
         send(message)
 

@@ -18,6 +18,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Answer, Call, Failure, Logged, Stop
 from hardpoint.engine.scheduling.step import StepInput, StepOutput
+from hardpoint.garbage_collection import keep_what_is_there
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.topology import Coordinates
 from hardpoint.plugin_host.blame import name_culprit
@@ -77,7 +78,7 @@ def serve_rank(
 
     def report(message: RankReport) -> None:
         if isinstance(message, RankReady):
-            child_process.keep_what_was_loaded()
+            keep_what_is_there()
         send(message)
 
     rank.run(lambda: FileStore(spec.store, -1), report)

@@ -24,6 +24,7 @@ from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecu
 from hardpoint.engine.execution.ranks.sockets import shut
 from hardpoint.engine.processes import child_process
 from hardpoint.extras import require_extra
+from hardpoint.garbage_collection import keep_what_is_there
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.process_group import LOOPBACK, PrefixStore
 from hardpoint.parallel.topology import Coordinates
@@ -78,7 +79,7 @@ class RankActor:
 
         def report(message: RankReport) -> None:
             if isinstance(message, RankReady):
-                child_process.keep_what_was_loaded()
+                keep_what_is_there()
             send(message)
 
         patience = float(spec.config.core_start_timeout)
