@@ -388,7 +388,9 @@ class TestPrompts:
         """Prompts come in chunks, beside decodes, and some begin in the cache."""
         folder, model = checkpoint
         prompts = random_prompts(6, 60, seed=3)
-        with engine(folder, async_scheduling=ahead, max_num_batched_tokens=48, max_num_seqs=4) as llm:
+        with engine(
+            folder, async_scheduling=ahead, max_num_batched_tokens=48, max_num_seqs=4, wait_for_graphs=True
+        ) as llm:
             for _ in range(2):
                 for prompt, drawn in zip(prompts, generate(llm, prompts), strict=True):
                     check_tokens_equal(model, prompt, drawn)
@@ -414,7 +416,7 @@ class TestPrompts:
         """A step is captured on requests as long as they may be, which hold all its tokens."""
         folder, model = plain
         prompts = random_prompts(1, 30, seed=4, shortest=30)
-        with engine(folder, max_num_seqs=1, max_model_len=32) as llm:
+        with engine(folder, max_num_seqs=1, max_model_len=32, wait_for_graphs=True) as llm:
             shapes = [shape for shape, _ in map(shape_and_token, any_shape.keys) if shape.queries is None]
             assert [shape.tokens for shape in shapes] == [32, 8]
             params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

@@ -11,7 +11,7 @@ from hardpoint.engine.execution.graphs.shapes import Layout, StepShape
 Buffers = tuple[Layout, bool]
 """The layout of a step's buffers, and whether adapters are among them."""
 
-_SPACING = 4
+_SPACING = 16
 """Sizes that the start waits for lie at least so many times apart. Few are captured, and until the others are there,
 which takes seconds, a step is padded to at most about so many times its size."""
 
@@ -19,7 +19,7 @@ which takes seconds, a step is padded to at most about so many times its size.""
 def first_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """The sizes that the start waits for, ascending like ``sizes``.
 
-    The largest is one. Below it, each next one is at most a quarter of the one before.
+    The largest is one. Below it, each next one is at most a sixteenth of the one before.
     """
     found: list[int] = []
     for size in reversed(sizes):
