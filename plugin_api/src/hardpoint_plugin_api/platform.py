@@ -225,6 +225,15 @@ class Platform(ABC):
         create a device context, and should take milliseconds.
         """
 
+    @classmethod  # noqa: B027  # most have nothing that takes long
+    def begin(cls, info: DeviceInfo, index: int) -> None:
+        """Begin with device ``index`` of those that ``info`` describes: such as with its context, in a thread.
+
+        Called before torch is imported, so that both go on at once, by a program whose engine will be in this process.
+        It must return at once, and need no torch. ``activate`` follows, unless the start fails before, and reports
+        a device that cannot be used. Default: nothing.
+        """
+
     @property
     @abstractmethod
     def memory(self) -> Memory:

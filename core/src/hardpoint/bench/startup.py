@@ -24,9 +24,10 @@ from hardpoint_plugin_api import HardpointError
 _STAGES = {
     "interpreter": "interpreter",
     "command line": "command line and config",
+    "platform": "plugins and platform",
     "torch": "import of torch",
     "engine": "import of the engine",
-    "selection": "plugins, platform, selection",
+    "selection": "selection",
     "tokenizer": "tokenizer",
     "weights": "weights",
     "cache": "size of the cache",

@@ -20,6 +20,7 @@ from hardpoint import startup_times
 from hardpoint.cli.log import show_log
 from hardpoint.config import EngineConfig
 from hardpoint.config.errors import flag_of
+from hardpoint.engine.early_device import begin_device
 from hardpoint.engine.lora import LoRARequest
 from hardpoint.garbage_collection import no_collections
 from hardpoint.terminal.engine_options import EngineCommand
@@ -125,6 +126,8 @@ def generate(
 
 def _load(config: EngineConfig) -> LLM:
     startup_times.mark("command line")
+    begin_device(config)
+    startup_times.mark("platform")
     with no_collections():
         import torch  # noqa: F401  # first, so that its share of the start is seen
 

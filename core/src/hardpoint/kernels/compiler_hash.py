@@ -5,24 +5,27 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-_threads: list[threading.Thread] = []
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
 
 
 def hash_early() -> None:
-    """Begin to compute it in a thread.
+    """Begin to compute it in a thread, unless that has begun. Needs no torch.
 
     It takes a third of a second, most of which runs without Python's lock, and the first kernel waits for it. Triton
     keeps the result. Without Triton, nothing happens.
     """
-    thread = threading.Thread(target=_hash, name="hardpoint-triton-hash", daemon=True)
-    _threads.append(thread)
-    thread.start()
+    global _thread
+    with _lock:
+        if _thread is None:
+            _thread = threading.Thread(target=_hash, name="hardpoint-triton-hash", daemon=True)
+            _thread.start()
 
 
 def wait_for_hash() -> None:
     """Wait for what ``hash_early`` began: a kernel that is launched meanwhile would compute it once more."""
-    while _threads:
-        _threads.pop().join()
+    if _thread is not None:
+        _thread.join()
 
 
 def _hash() -> None:

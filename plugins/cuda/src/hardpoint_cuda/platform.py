@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hardpoint.platforms import host
 from hardpoint.platforms.torch_accelerator import DeviceModule, TorchAcceleratorPlatform
 from hardpoint.platforms.torch_build import TorchBuild, torch_build, torch_reason
 from hardpoint_cuda import nvml
+from hardpoint_cuda.driver import create_context, load_driver
 from hardpoint_cuda.nvml import Gpu, Nvml
 from hardpoint_plugin_api import NO_DEVICE, DeviceInfo, Fp8Format, GraphEngine, Reason
 
@@ -145,6 +147,15 @@ class CudaPlatform(TorchAcceleratorPlatform):
     def detect(cls) -> DeviceInfo | Reason:
         """Ask NVML; no CUDA context is created and torch is not imported."""
         return describe(host.ROOT, os.environ, nvml.load(), torch_build())
+
+    @classmethod
+    def begin(cls, info: DeviceInfo, index: int) -> None:
+        """Create the device's context in a thread, and hash Triton's files in another."""
+        from hardpoint.kernels.compiler_hash import hash_early
+
+        hash_early()
+        arguments = (load_driver(), info.name, index)
+        threading.Thread(target=create_context, args=arguments, name="hardpoint-cuda-context", daemon=True).start()
 
     def is_described(self, module: DeviceModule, index: int) -> bool:
         """Compare names: NVML counts in PCI order, CUDA by default with the fastest first."""
