@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +182,44 @@ def test_a_file_system_that_opens_files_for_direct_reads_and_refuses_them(
     monkeypatch.setattr(direct_reads, "PAGE", 100)
     spans = [Span(at + 100, 64 * PAGE, at, 65 * PAGE) for at in range(0, 256 * PAGE, 64 * PAGE)]
     assert not reads_faster(tmp_path / "file", spans)
+
+
+LIMITED = """
+import logging, os, resource, sys
+from pathlib import Path
+import torch
+from hardpoint.checkpoint import direct_reads, safetensors_files
+from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
+
+safetensors_files.reads_faster = lambda path, spans: bool(spans)
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+files = SafetensorsFiles(Path(sys.argv[1]))
+rows = {name: range(files.info(name).shape[0]) for name in sorted(files.names)}
+torch.ones(2).sum()
+used = int(Path("/proc/self/statm").read_text().split()[0]) * direct_reads.PAGE
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[2]), resource.RLIM_INFINITY))
+print(sorted(float(x[0]) + float(x[-1]) for _, x in files.of_rows(rows)))
+"""
+
+
+@pytest.mark.usefixtures("has_direct_reads")
+@pytest.mark.parametrize(
+    ("addresses", "falls_back"), [(300 << 20, False), (170 << 20, True)], ids=["of one buffer", "of none"]
+)
+def test_a_process_with_few_addresses(addresses: int, falls_back: bool, tmp_path: Path) -> None:
+    """A buffer takes three times a tensor's addresses, here 192 MiB. Where there is room for one, nothing is read
+    ahead; where there is none, the file is mapped, which takes less."""
+    stored = {"a": torch.full((1 << 20,), 1.0), "b": torch.full((16 << 20,), 2.0)}
+    save_file(stored, tmp_path / "model.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path), str(addresses)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[2.0, 4.0]\n"
+    assert ("mapped, though direct reads were faster: no room for a tensor of" in done.stderr) is falls_back
+    assert ("direct reads were faster for 1 of 1 files" in done.stderr) is not falls_back

@@ -43,12 +43,20 @@ class Span(NamedTuple):
     whole: int
 
 
+class NoRoomError(Exception):
+    """The process may not have the addresses that direct reads take."""
+
+
 class _Buffer:
     """Room for one span, in the middle of addresses that are never touched: a tensor of which a part is read has its
     whole shape, and takes the memory of that part."""
 
     def __init__(self, longest: int, largest: int) -> None:
-        """``longest`` is the most bytes of a span, ``largest`` those of a tensor."""
+        """``longest`` is the most bytes of a span, ``largest`` those of a tensor.
+
+        Raises OSError where the process may not have as many addresses: a limit on them (RLIMIT_AS, ``ulimit -v``) and
+        strict overcommit (vm.overcommit_memory=2) count those that are never touched, too.
+        """
         self._window = -(-largest // PAGE) * PAGE
         size = 2 * self._window + -(-longest // PAGE) * PAGE + 2 * PAGE
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -96,14 +104,27 @@ class DirectFile:
     def spans(self, spans: Sequence[Span]) -> Iterator[tuple[mmap.mmap, int]]:
         """Read ``spans`` in their order; yields memory, and where in it each span's tensor begins.
 
-        Of the tensor nothing but the span may be looked at, and nothing when the next one is asked for.
+        Of the tensor nothing but the span may be looked at, and nothing when the next one is asked for. Raises
+        NoRoomError at once where there is no room for one span; where there is room for few, few are read ahead.
         """
         longest, largest = max(span.nbytes for span in spans), max(span.whole for span in spans)
-        free, waiting = list[_Buffer](), deque[tuple[_Buffer, list[Future[None]]]]()
+        try:
+            first = _Buffer(longest, largest)
+        except OSError as error:
+            raise NoRoomError(f"no room for a tensor of {largest:,} bytes: {error}") from error
+        return self._spans(spans, longest, largest, first)
+
+    def _spans(
+        self, spans: Sequence[Span], longest: int, largest: int, first: _Buffer
+    ) -> Iterator[tuple[mmap.mmap, int]]:
+        free, waiting = [first], deque[tuple[_Buffer, list[Future[None]]]]()
         begun = ahead = 0
         for span in spans:
             while begun < len(spans) and (not waiting or ahead + spans[begun].nbytes <= _AHEAD):
-                buffer = free.pop() if free else _Buffer(longest, largest)
+                try:
+                    buffer = free.pop() if free else _Buffer(longest, largest)
+                except OSError:  # the buffers that are there suffice: one at least is waited for
+                    break
                 waiting.append((buffer, self.read(*buffer.view(spans[begun]))))
                 ahead += spans[begun].nbytes
                 begun += 1
@@ -130,8 +151,8 @@ def reads_faster(path: Path, spans: Sequence[Span]) -> bool:
     if len(spans) < 2 or sum(span.nbytes for span in spans) < 8 * _TRIAL:
         return False
     mapped, direct = spans[len(spans) // 3], spans[2 * len(spans) // 3]
-    room = mmap.mmap(-1, _TRIAL)  # not closed here: an error's traceback, and a thread for moments, have views of it
     with suppress(OSError), DirectFile(path) as file:
+        room = mmap.mmap(-1, _TRIAL)  # not closed: an error's traceback, and a thread for moments, have views of it
         return _rate_of_direct(file, direct, room) > _rate_of_mapped(path, mapped)
     return False
 

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hardpoint.checkpoint.direct_reads import DirectFile, Span, reads_faster
+from hardpoint.checkpoint.direct_reads import DirectFile, NoRoomError, Span, reads_faster
 from hardpoint.checkpoint.json_object import read_json
 from hardpoint.checkpoint.safetensors_header import DTYPES, Place, places_in
 from hardpoint.checkpoint.tensor_files import TensorFiles
@@ -84,9 +84,10 @@ class SafetensorsFiles(TensorFiles):
             try:
                 places = places_in(path)
                 spans = {name: span for name in names if (span := places[name].span(rows.get(name))) is not None}
-                is_direct = reads_faster(path, list(spans.values()))
-                num_direct += is_direct
-                yield from self._direct(path, names, places, spans) if is_direct else self._mapped(path, names)
+                if reads_faster(path, list(spans.values())):
+                    num_direct += yield from self._direct(path, names, places, spans)
+                else:
+                    yield from self._mapped(path, names)
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be read: {error}") from error
         if num_direct:
@@ -94,10 +95,18 @@ class SafetensorsFiles(TensorFiles):
 
     def _direct(
         self, path: Path, names: Sequence[str], places: Mapping[str, Place], spans: Mapping[str, Span]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors with ``spans`` as these are read, those between from the mapped file."""
+    ) -> Generator[tuple[str, torch.Tensor], None, bool]:
+        """Yield tensors with ``spans`` as these are read, those between from the mapped file.
+
+        Returns False where the process may not have the addresses for direct reads: all come from the mapped file then.
+        """
         with DirectFile(path) as file:
-            read = file.spans([spans[name] for name in names if name in spans])
+            try:
+                read = file.spans([spans[name] for name in names if name in spans])
+            except NoRoomError as error:
+                logger.warning("%s: mapped, though direct reads were faster: %s", path, error)
+                yield from self._mapped(path, list(names))
+                return False
             for is_read, group in groupby(names, spans.__contains__):
                 if not is_read:
                     yield from self._mapped(path, list(group))
@@ -105,6 +114,7 @@ class SafetensorsFiles(TensorFiles):
                 for name in group:
                     memory, origin = next(read)
                     yield name, places[name].tensor(memory, origin)
+        return True
 
     @cached_property
     def _names_in(self) -> dict[Path, list[str]]:
