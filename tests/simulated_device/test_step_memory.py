@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.execution.memory.step_memory import StepMemory
+from hardpoint.layers.moe import Experts
 from hardpoint_plugin_api import CapacityError
-from tests.parallel.ranks import ranks_in_threads
+from tests.parallel.ranks import ranks_in_threads, sharing_replicas
 from tests.support.checkpoints import write_checkpoint
 
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -77,3 +79,31 @@ def test_a_rank_without_memory_for_a_trial_step_ends_the_others(
         ranks_in_threads(tmp_path, 2, **settings),
     ):
         pass
+
+
+def test_trial_steps_bring_all_tokens_to_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas that share experts send padding to none, and what a step without any takes would be too little."""
+    changes: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    write_checkpoint(tmp_path, "qwen3_moe", **changes)
+    run, forward = StepMemory._run, Experts.forward
+    trials, sent = threading.local(), list[tuple[int, int]]()
+
+    def trying(steps: StepMemory, *args: Any) -> Any:
+        trials.are_run = True
+        try:
+            return run(steps, *args)
+        finally:
+            trials.are_run = False
+
+    def noting(experts: Experts, x: torch.Tensor, ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        if getattr(trials, "are_run", False):
+            sent.append((len(ids), int((ids.cpu() >= 0).all(1).sum())))
+        return forward(experts, x, ids, *others)
+
+    monkeypatch.setattr(StepMemory, "_run", trying)
+    monkeypatch.setattr(Experts, "forward", noting)
+    settings: dict[str, Any] = {"platform": "sim", "plugin_config": {}, "kv_cache_memory": None}
+    with sharing_replicas(tmp_path, **settings):
+        pass
+    assert max(sent)[0] >= 128
+    assert all(tokens == with_experts for tokens, with_experts in sent), sent

@@ -136,7 +136,8 @@ class StepMemory:
         return self.compiler.run_step(partial(self._run, tokens))
 
     def _run(self, tokens: int, context: int = 0) -> _WatchedStep:
-        """Run a step of prompts, whose tokens all lie in the null page.
+        """Run a step of prompts, whose tokens are all stored to page 1, since those in the null page would be taken for
+        padding, which replicas that share experts send to none; tokens before them lie in the null page.
 
         With cached tokens before them (``context``), it runs until each kind of attention was seen.
         """
@@ -151,6 +152,7 @@ class StepMemory:
         memory.reset_peak()
         before = memory.snapshot().peak
         _, positions, batches = trial_step(tried, len(users.cache_groups()), ctx.block_size, 0, ctx.torch_device)
+        batches = [replace(batch, slot_mapping=batch.slot_mapping + ctx.block_size) for batch in batches]
         inputs = self.stage.buffers(tokens).get(self.stage.inputs)
         if inputs is None:
             inputs = torch.arange(tokens, device=ctx.torch_device) % self.vocab_size
