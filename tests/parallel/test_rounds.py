@@ -6,12 +6,15 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from hardpoint.engine.execution.ranks import rounds as rounds_module
+from hardpoint.engine.execution.ranks.round_links import met_at_store, met_in_folder
 from hardpoint.engine.execution.ranks.rounds import Rounds, Share, captured_by_all
+from hardpoint.parallel.process_group import LOOPBACK, tcp_store
 from hardpoint_plugin_api import EngineDeadError, EngineError
 from tests.support.engines import until
 
@@ -22,7 +25,20 @@ STEPS = [Share(10), Share(11, frozenset({16})), Share(12, frozenset({16, 2**40})
 def joined(folder: Path, replicas: int, seconds: float = 20.0) -> list[Rounds]:
     with ThreadPoolExecutor(replicas) as pool:
         numbers = range(replicas)
-        return list(pool.map(lambda number: Rounds.join(number, replicas, folder, 20.0, seconds), numbers))
+        links = list(pool.map(lambda number: met_in_folder(number, replicas, folder, 20.0), numbers))
+    return [Rounds(number, others, seconds) for number, others in enumerate(links)]
+
+
+def joined_at_store(replicas: int, elsewhere: bool) -> list[Rounds]:
+    served = tcp_store(LOOPBACK, 0, 20.0, serves=True)
+
+    def meet(number: int) -> dict[int, Connection]:
+        store = tcp_store(LOOPBACK, served.port, 20.0)
+        return met_at_store(number, replicas, store, LOOPBACK, 20.0, on_one_host=True)
+
+    with ThreadPoolExecutor(replicas) as pool:
+        links = list(pool.map(meet, range(replicas)))
+    return [Rounds(number, others, 20.0, others if elsewhere else ()) for number, others in enumerate(links)]
 
 
 def close(*all_rounds: Rounds) -> None:
@@ -123,6 +139,63 @@ def test_large_steps_are_not_mostly_padding() -> None:
 
 def test_replicas_that_cannot_meet(tmp_path: Path) -> None:
     with pytest.raises(EngineDeadError, match="replica 0, with which this one shares experts, did not come within 0 s"):
-        Rounds.join(1, 2, tmp_path, 0.0, 1.0)
+        met_in_folder(1, 2, tmp_path, 0.0)
     with pytest.raises(EngineError, match=r"cannot meet at .*: AF_UNIX path too long; set TMPDIR"):
-        Rounds.join(0, 2, tmp_path / ("long" * 40), 0.0, 1.0)
+        met_in_folder(0, 2, tmp_path / ("long" * 40), 0.0)
+
+
+def test_the_replicas_that_do_not_come_are_named(tmp_path: Path) -> None:
+    """One of three that are waited for comes."""
+    said = r"replicas 1, 3, with which this one shares experts, did not come within 0\.5 seconds \(--core-start-timeout"
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(met_in_folder, 2, 4, tmp_path, 1.0)
+        with pytest.raises(EngineDeadError, match=said):
+            met_in_folder(0, 4, tmp_path, 0.5)
+        with pytest.raises(EngineDeadError, match="replica 1, with which"):
+            coming.result()
+    served = tcp_store(LOOPBACK, 0, 20.0, serves=True)
+    with pytest.raises(EngineDeadError, match=r"replicas 1, 2, with which .* did not come within 0\.2 seconds"):
+        met_at_store(0, 3, served, LOOPBACK, 0.2, on_one_host=True)
+    with pytest.raises(EngineDeadError, match=r"replica 0, with which .* did not come within 0\.2 seconds"):
+        met_at_store(2, 3, served, LOOPBACK, 0.2, on_one_host=True)
+
+
+def test_replicas_that_finish_keep_up_with_the_others() -> None:
+    """Each has other numbers of steps of its own; none leaves before all have run theirs."""
+    replicas = joined_at_store(3, elsewhere=False)
+    seen: list[list[tuple[Share, ...]]] = [[], [], []]
+
+    def serve(number: int) -> None:
+        own = replicas[number]
+        for _ in range(5 * number):
+            seen[number].append(own.agree(STEPS[number]))
+        own.finish(lambda: seen[number].append(own.agree(EMPTY)))
+        own.leave()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(serve, range(3)))
+    assert seen[0] == seen[1] == seen[2]
+    assert [sum(shares[n] == STEPS[n] for shares in seen[0]) for n in range(3)] == [0, 5, 10]
+
+
+def test_finishing_ends_where_another_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds_module, "_GRACE", 0.0)
+    here, there = joined_at_store(2, elsewhere=False)
+    with ThreadPoolExecutor(1) as pool:
+        finishing = pool.submit(here.finish, lambda: None)
+        there.leave(is_lost=True)
+        finishing.result(20)
+    close(here, there)
+
+
+def test_a_replica_of_another_server_that_is_closed() -> None:
+    """This one ends, though it has nothing to do: it could never run a step again."""
+    here, there = joined_at_store(2, elsewhere=True)
+    there.leave()
+    said = "replica 1 was closed, with which this one shares experts"
+    until(lambda: here._lost is not None)
+    with pytest.raises(EngineDeadError, match=said):
+        here.check()
+    with pytest.raises(EngineDeadError, match=said):
+        here.agree(EMPTY)
+    close(here, there)

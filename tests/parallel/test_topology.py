@@ -77,6 +77,20 @@ def test_places_of_ranks_that_share_experts_with_other_replicas() -> None:
     assert (apart.world, apart.on_this_host(2).members("ep")) == (4, (2, 3))
 
 
+def test_places_of_ranks_that_share_experts_with_other_servers() -> None:
+    """A rank has the number of its device among those of its own server."""
+    topology = Topology(tensor=2, expert=8, data=4, replica=3, here=range(2, 4))
+    assert (topology.world, topology.local_size) == (8, 4)
+    place = topology.on_this_host(1)
+    assert (place.world_rank, place.local_rank, place.local_ranks, place.on_one_host) == (7, 3, 4, False)
+    assert place.members("ep") == tuple(range(8))
+    told = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "there"}
+    place = Topology(tensor=2, expert=8, data=4).of_launched(told)
+    assert (place.topology.replica, place.rank, place.world_rank, place.local_rank) == (2, 1, 5, 1)
+    with pytest.raises(ConfigError, match=r"= 8 ranks: torchrun started 4 processes; .* start 8 in all"):
+        Topology(tensor=2, expert=8, data=4).of_launched(told | {"WORLD_SIZE": "4"})
+
+
 def test_places_of_processes_that_torchrun_started() -> None:
     told = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "there"}
     topology = Topology(tensor=2, pipeline=2)

@@ -27,6 +27,8 @@ class EngineConfig(EngineSettings):
     _explicit: frozenset[str] = PrivateAttr(default=frozenset())
     _replica: int = PrivateAttr(default=0)
     """The place of the engine's core among the replicas of this server."""
+    _launched: int | None = PrivateAttr(default=None)
+    """The replica of this process, one of torchrun's, where replicas share experts."""
     _meeting: str = PrivateAttr(default="")
     """The folder where replicas that share experts meet."""
 
@@ -114,18 +116,40 @@ class EngineConfig(EngineSettings):
             )
 
     def _check_shared_experts(self, origins: Mapping[str, str]) -> None:
-        """Raise ConfigError where the replicas of one server cannot share experts as asked."""
-        if not self.enable_expert_parallel or self.expert_parallel_size or self.data_parallel_size == 1:
-            return
+        """Raise ConfigError where replicas cannot share experts as asked."""
+        addresses = ("data_parallel_address", "data_parallel_rpc_port")
+        given = [written(key, getattr(self, key), origins) for key in addresses if key in self._explicit]
         shared = "--enable-expert-parallel divides the experts among the ranks of all replicas"
         own = "leave it out, or divide them among the ranks of each replica by --expert-parallel-size"
-        if len(self.local_replicas) < self.data_parallel_size:
-            replicas = written("data_parallel_size", self.data_parallel_size, origins)
-            here = f"{len(self.local_replicas)} of {replicas}"
-            raise ConfigError(f"{shared}, and this server has {here}; {own}")
-        if self.executor not in (None, "mp", "ray"):
+        local, is_launched = self.local_replicas, self.executor == "torchrun"
+        is_apart = self._shares_experts and not is_launched and len(local) < self.data_parallel_size
+        if given and not is_apart:
+            raise ConfigError(
+                f"{given[0]} takes effect where replicas of several servers share experts: with "
+                "--enable-expert-parallel, --data-parallel-size and --data-parallel-size-local; leave it out"
+            )
+        if not self._shares_experts:
+            return
+        if is_apart:
+            here = f"this server has {len(local)} of {written('data_parallel_size', self.data_parallel_size, origins)}"
+            if self.data_parallel_address is None:
+                raise ConfigError(
+                    f"{shared}, and {here}; give all servers --data-parallel-address HOST of the one that has replica "
+                    f"0, or {own}"
+                )
+            if self.executor not in (None, "mp"):
+                executor = written("executor", self.executor, origins)
+                raise ConfigError(f"{shared}, and {here}, which {executor} does not serve; {own}")
+            if self.on_engine_failure == "restart":
+                wanted = written("on_engine_failure", self.on_engine_failure, origins)
+                raise ConfigError(f"{wanted}: {here}, and cannot build the others again; have all servers restarted")
+        elif self.executor not in (None, "mp", "ray", "torchrun"):
             executor = written("executor", self.executor, origins)
             raise ConfigError(f"{shared}, and {executor} does not serve that; {own}")
+        keys = ("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local")
+        numbered = [written(key, getattr(self, key), origins) for key in keys if getattr(self, key) is not None]
+        if is_launched and numbered:
+            raise ConfigError(f"{numbered[0]}: torchrun numbers the ranks of all replicas; leave it out")
 
     def _check_balancing(self, origins: Mapping[str, str]) -> None:
         """Raise ConfigError where experts cannot be balanced as asked."""
@@ -159,10 +183,10 @@ class EngineConfig(EngineSettings):
                 f"{', '.join(asked)}: replicas {local.start} to {local.stop - 1} were asked for, and {total} has "
                 f"replicas 0 to {self.data_parallel_size - 1}"
             )
-        if len(local) > 1 and self.core_process is False:
+        if len(local) > 1 and self.core_process is False and self.executor != "torchrun":
             process = written("core_process", self.core_process, origins)
             raise ConfigError(f"{total} needs a process for each replica, and {process} forbids it; keep one")
-        if len(local) > 1 and self.executor == "torchrun":
+        if len(local) > 1 and self.executor == "torchrun" and not self._shares_experts:
             raise ConfigError(
                 f"{total}: torchrun starts the ranks of one replica; start it once for each replica, each time with "
                 "another --data-parallel-rank"
@@ -226,7 +250,7 @@ class EngineConfig(EngineSettings):
 
     def wants_core_process(self, default: bool) -> bool:
         """Whether the core gets a process of its own; ``default`` where neither the user nor another setting says."""
-        needed = self.restarts_engine or len(self.local_replicas) > 1
+        needed = self.restarts_engine or (len(self.local_replicas) > 1 and self.executor != "torchrun")
         return (default or needed) if self.core_process is None else self.core_process
 
     def denying(self, choice: str) -> Self:
@@ -275,14 +299,33 @@ class EngineConfig(EngineSettings):
     @property
     def topology(self) -> Topology:
         """How many ranks there are, and how they are divided: no other code reads the sizes that decide it."""
-        tensor = self.tensor_parallel_size
-        replicas = len(self.local_replicas)
-        expert = self.expert_parallel_size or (tensor * replicas if self.enable_expert_parallel else 1)
-        return Topology(tensor, expert, self.pipeline_parallel_size, replicas, self._replica)
+        tensor, local = self.tensor_parallel_size, self.local_replicas
+        if not self._shares_experts:
+            expert = self.expert_parallel_size or (tensor if self.enable_expert_parallel else 1)
+            return Topology(tensor, expert, self.pipeline_parallel_size, len(local), self._replica)
+        replicas = self.data_parallel_size
+        here = None if len(local) == replicas or self.executor == "torchrun" else local
+        replica = local[self._replica]
+        return Topology(tensor, tensor * replicas, self.pipeline_parallel_size, replicas, replica, here)
+
+    @property
+    def _shares_experts(self) -> bool:
+        return self.enable_expert_parallel and not self.expert_parallel_size and self.data_parallel_size > 1
+
+    @property
+    def rendezvous(self) -> tuple[str, int] | None:
+        """Address and port of the store where the replicas of several servers meet that share experts; None for those
+        of one server, or of torchrun."""
+        if self.topology.here is None:
+            return None
+        assert self.data_parallel_address is not None
+        return self.data_parallel_address, self.data_parallel_rpc_port
 
     @property
     def local_replicas(self) -> range:
         """The numbers of this server's replicas among all."""
+        if self._launched is not None:
+            return range(self._launched, self._launched + 1)
         if self.data_parallel_rank is not None:
             return range(self.data_parallel_rank, self.data_parallel_rank + 1)
         first = self.data_parallel_start_rank or 0
@@ -293,6 +336,12 @@ class EngineConfig(EngineSettings):
         """The config of the core that is this one of the ``local_replicas``."""
         config = self._changed({})
         config._replica = self.local_replicas.index(number)
+        return config
+
+    def of_launched(self, replica: int) -> Self:
+        """The config of a process that torchrun started for the replica of that number, which shares experts."""
+        config = self._changed({})
+        config._launched = replica
         return config
 
     def of_one_rank(self) -> Self:
@@ -309,7 +358,7 @@ class EngineConfig(EngineSettings):
 
     @property
     def meeting(self) -> str:
-        """The folder where replicas that share experts meet; empty where they share none."""
+        """The folder where replicas of this server meet that share experts; empty where they share none."""
         return self._meeting
 
     def check_data_parallel_rank(self, rank: int | None) -> None:

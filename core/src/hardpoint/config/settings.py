@@ -28,6 +28,7 @@ from hardpoint.config.types import (
     Options,
     PageSize,
     Parser,
+    Port,
     Seed,
     Share,
     Text,
@@ -233,6 +234,19 @@ class EngineSettings(BaseModel):
         None,
         "Serve the replica of this number alone. Short for --data-parallel-start-rank with --data-parallel-size-local "
         "1.",
+    )
+    data_parallel_address: Text | None = setting(
+        Group.PARALLELISM,
+        None,
+        "Host of the server that has replica 0, where the replicas of several servers meet that share experts. All "
+        "servers need the same.",
+        "HOST",
+    )
+    data_parallel_rpc_port: Port = setting(
+        Group.PARALLELISM,
+        29550,
+        "Port of --data-parallel-address. It asks for no password: keep it off networks that you do not trust.",
+        "PORT",
     )
     enable_expert_parallel: bool = setting(
         Group.PARALLELISM,

@@ -268,7 +268,7 @@ def _settings(config: EngineConfig, quantization_method: str | None) -> Settings
 def _check_devices(config: EngineConfig, platform: Platform) -> None:
     """Raise ConfigError for more ranks than this host has devices for."""
     info, first = platform.info, config.device_index
-    several = config.executor_kind == "mp" or config.topology.data > 1
+    several = config.executor_kind == "mp" or (config.topology.data > 1 and config.executor_kind != "torchrun")
     if info.accelerator and several and first + config.topology.local_size > info.count:
         beyond = f" from device {first} on" if first else ""
         raise ConfigError(

@@ -72,8 +72,11 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
+        own_process = config.wants_core_process(default=False)
+        # A replica that shares experts takes part in the others' steps while nobody steps it.
+        runs_by_itself = own_process or config.topology.shares_experts
         self._frontend, self.client = (
-            connect(config, own_process=True) if config.wants_core_process(default=False) else _start_here(config)
+            connect(config, own_process=own_process) if runs_by_itself else _start_here(config)
         )
         self._lock, self._closed = threading.RLock(), False
         self._runs: dict[RequestProgress, tuple[_Run, Conversation]] = {}
@@ -382,7 +385,7 @@ def _start_here(config: EngineConfig) -> tuple[Frontend, CoreClient]:
     from hardpoint.engine.blueprint import draw
     from hardpoint.engine.core import EngineCore
 
-    serve_other_ranks(config)
+    config = serve_other_ranks(config)
     blueprint = draw(config)
     mark("selection")
     frontend = Frontend.load(config, blueprint.folder)

@@ -51,7 +51,8 @@ from hardpoint_plugin_api import (
 
 _WORKSPACE = "experts.workspace"
 _MANY_TOKENS = 128
-"""With fewer in a step, padding goes to experts: two more kernels on each layer may cost as much (not measured)."""
+"""With fewer in a step, padding goes to experts: two more kernels on each layer may cost as much. An estimate, see
+docs/distribution.md."""
 
 
 class MoE(PluggableLayer, name="moe"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from hardpoint_plugin_api import ConfigError
@@ -20,9 +20,10 @@ class Topology:
     ``expert`` groups of the latter share mixtures of experts by whole experts; within one of these groups each expert
     is divided. ``expert`` divides ``tensor``. The ranks of a stage have consecutive numbers.
 
-    ``data`` replicas on this host have so many ranks each, and this is the topology of the one of number ``replica``.
-    Nothing but their places on the host connects the ranks of two replicas, unless ``expert`` is ``data`` x ``tensor``:
-    then the ranks of all replicas share the experts of a stage, and are numbered through.
+    ``data`` replicas have so many ranks each, and this is the topology of the one of number ``replica``. Nothing but
+    their places on the host connects the ranks of two replicas, unless ``expert`` is ``data`` x ``tensor``: then the
+    ranks of all replicas share the experts of a stage, and are numbered through. ``here``: the replicas of this server;
+    None: all of them.
     """
 
     tensor: int = 1
@@ -30,6 +31,7 @@ class Topology:
     pipeline: int = 1
     data: int = 1
     replica: int = 0
+    here: range | None = None
 
     @property
     def size(self) -> int:
@@ -38,8 +40,8 @@ class Topology:
 
     @property
     def local_size(self) -> int:
-        """The number of ranks of all replicas on this host."""
-        return self.data * self.size
+        """The number of ranks of all replicas of this server."""
+        return self.size * (self.data if self.here is None else len(self.here))
 
     @property
     def shares_experts(self) -> bool:
@@ -49,7 +51,7 @@ class Topology:
     @property
     def world(self) -> int:
         """The number of ranks that collectives connect: of a replica, or of all that share experts."""
-        return self.local_size if self.shares_experts else self.size
+        return self.data * self.size if self.shares_experts else self.size
 
     def stage_of(self, rank: int) -> int:
         """The pipeline stage of ``rank``, one of the world's."""
@@ -65,11 +67,12 @@ class Topology:
         asked = (("data", self.data), ("pipeline", self.pipeline), ("tensor", self.tensor))
         sizes = [f"--{axis}-parallel-size {size}" for axis, size in asked if size > 1]
         if len(sizes) > 1:
-            return f"{' x '.join(sizes)} = {self.local_size} ranks"
+            return f"{' x '.join(sizes)} = {self.data * self.size} ranks"
         return sizes[0] if sizes else "--tensor-parallel-size 1"
 
     def of_launched(self, environment: Mapping[str, str]) -> Coordinates:
-        """The place of a process that torchrun started, by the variables that it sets.
+        """The place of a process that torchrun started, by the variables that it sets. Replicas that share experts
+        have successive processes.
 
         Raises ConfigError where it did not start the process, or started another number of them.
         """
@@ -81,18 +84,23 @@ class Topology:
         except (KeyError, ValueError) as error:
             raise ConfigError(
                 f"--executor torchrun: torchrun did not start this process ({error} is not in its environment); run "
-                f"torchrun --nproc-per-node {self.size} SCRIPT, or use --executor mp"
+                f"torchrun --nproc-per-node {self.world} SCRIPT, or use --executor mp"
             ) from None
-        if world != self.size:
+        if world != self.world:
             raise ConfigError(
-                f"{self}: torchrun started {world} processes; one is needed for each rank: start {self.size} in all "
+                f"{self}: torchrun started {world} processes; one is needed for each rank: start {self.world} in all "
                 "(--nproc-per-node, --nnodes), or change the sizes"
             )
-        return Coordinates(self, rank, local_rank, local_world, world == local_world)
+        replica, own = divmod(rank, self.size)
+        topology = replace(self, replica=replica) if self.shares_experts else self
+        return Coordinates(topology, own, local_rank, local_world, world == local_world)
 
     def on_this_host(self, rank: int = 0) -> Coordinates:
-        """The place of ``rank`` where all ranks are on one host, each on the device of its number there."""
-        return Coordinates(self, rank, self.replica * self.size + rank, self.local_size)
+        """The place of ``rank`` where all ranks of this server are on one host, each on the device of its number
+        there."""
+        first = 0 if self.here is None else self.here.start
+        local_rank = (self.replica - first) * self.size + rank
+        return Coordinates(self, rank, local_rank, self.local_size, on_one_host=self.here is None)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class Fleet:
     async def run_until_stopped(self) -> None:
         """Serve until a signal says otherwise. Raises whatever building the engine raises, EngineDeadError for one that
         was given up, EngineError where processes die again and again."""
-        serve_other_ranks(self._config)
+        self._config = serve_other_ranks(self._config)
         self._loop = asyncio.get_running_loop()
         with ExitStack() as exits:
             self._settings = _with_shared_store(self._settings, exits)

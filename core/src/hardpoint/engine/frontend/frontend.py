@@ -160,7 +160,7 @@ def connect(config: EngineConfig, *, own_process: bool, start: StartCore | None 
     ``start`` takes the place of start_core. Raises what either raises, with nothing left behind. Needs no torch where
     the core has its own process.
     """
-    serve_other_ranks(config)
+    config = serve_other_ranks(config)
     folder = model_location(config)
     core = (start or start_core)(config, own_process=own_process)
     try:
@@ -173,10 +173,17 @@ def connect(config: EngineConfig, *, own_process: bool, start: StartCore | None 
 
 
 def start_core(config: EngineConfig, *, own_process: bool) -> OwnedCore:
-    """Start a core in a process of its own, or in a thread of this one; one for each replica. It is loading then."""
+    """Start a core in a process of its own, or in a thread of this one; one for each replica. It is loading then.
+
+    ``config`` is that of ``serve_other_ranks``.
+    """
     from hardpoint.engine.remote.core_process import ProcessLink  # a core that its callers step needs none of these
     from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
 
+    if config.topology.shares_experts and config.executor_kind == "torchrun":
+        from hardpoint.engine.remote.launched_replica import LaunchedLink, LaunchedReplica
+
+        return LaunchedReplica(LaunchedLink, config)
     if config.topology.shares_experts:
         from hardpoint.engine.remote.sharing_replicas import SharingReplicas
 
@@ -205,9 +212,13 @@ def connect_shared(config: EngineConfig, connection: Connection) -> tuple[Fronte
     return frontend, core
 
 
-def serve_other_ranks(config: EngineConfig) -> None:
-    """Return where an engine is to be built. A process that torchrun started for another rank than 0 never does."""
+def serve_other_ranks(config: EngineConfig) -> EngineConfig:
+    """Return where an engine is to be built, with its config, which may be that of one of several replicas.
+
+    A process that torchrun started for another rank than a replica's first never does.
+    """
     if config.executor_kind == "torchrun":
         from hardpoint.engine.execution.ranks.torchrun_executor import serve_unless_first
 
-        serve_unless_first(config)
+        return serve_unless_first(config)
+    return config

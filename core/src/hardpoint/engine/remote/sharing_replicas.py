@@ -8,6 +8,7 @@ from functools import partial
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.control import CaptureTogether, CheckIdle, R, Sleep, UpdateWeights, Verb, WakeUp
+from hardpoint.engine.execution.ranks.rounds import CANNOT_GO_ON
 from hardpoint.engine.remote.core_process import CLOSED
 from hardpoint.engine.remote.muster import Muster
 from hardpoint.engine.remote.recovery import RecoveryState
@@ -17,8 +18,13 @@ from hardpoint.engine.remote.replicas import Asked, Replicas
 from hardpoint.engine.requests import RequestProgress
 from hardpoint_plugin_api import EngineDeadError, EngineError
 
-_CONSEQUENCES = ("with which this one shares experts", "cannot go on: RankLostError")
+_CONSEQUENCES = ("with which this one shares experts", CANNOT_GO_ON)
 """Texts of errors that follow from another replica's."""
+
+
+def needs_all_idle(verb: Verb[R], *, is_sleeping: bool) -> bool:
+    """Whether all replicas that share experts must be idle, and do ``verb`` at once."""
+    return isinstance(verb, Sleep | UpdateWeights) or (isinstance(verb, WakeUp) and is_sleeping)
 
 
 class SharingCore(RemoteCore):
@@ -41,7 +47,7 @@ class SharingReplicas(Replicas):
 
     def __init__(self, start_link: Callable[[EngineConfig], Link], config: EngineConfig) -> None:
         """As for Replicas; ``start_link`` starts one core, as for RemoteCore."""
-        self._muster = Muster(start_link, len(config.local_replicas))
+        self._muster, self._is_apart = Muster(start_link, len(config.local_replicas)), config.rendezvous is not None
         super().__init__(partial(SharingCore, self._muster.start), config)
 
     @property
@@ -50,10 +56,15 @@ class SharingReplicas(Replicas):
         return replace(super().recovery, num_restarts=max(core.recovery.num_restarts for core in self._cores))
 
     def control(self, verb: Verb[R]) -> R:
-        """See Replicas. Raises EngineError for what needs every replica idle while one is not."""
-        needs_all_idle = isinstance(verb, Sleep | UpdateWeights) or (isinstance(verb, WakeUp) and self.is_sleeping)
-        if not needs_all_idle:
+        """See Replicas. Raises EngineError for what needs every replica idle while one is not, or is another
+        server's."""
+        if not needs_all_idle(verb, is_sleeping=self.is_sleeping):
             return super().control(verb)
+        if self._is_apart:
+            raise EngineError(
+                f"{type(verb).__name__} needs all replicas that share experts idle, and some belong to other servers; "
+                "restart the servers"
+            )
         with self._placing:  # no requests come meanwhile
             super().control(CheckIdle())
             answer = super().control(verb)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.control import R, Verb
 from hardpoint.engine.execution.executor import Executor, Pending
 from hardpoint.engine.execution.graphs.shapes import captured_tokens
-from hardpoint.engine.execution.ranks.rounds import Rounds, Share, captured_by_all
-from hardpoint.engine.scheduling.step import StepInput
+from hardpoint.engine.execution.ranks.meeting import meet
+from hardpoint.engine.execution.ranks.rounds import CANNOT_GO_ON, Rounds, Share, captured_by_all
+from hardpoint.engine.scheduling.step import StepInput, StepOutput
 from hardpoint_plugin_api import EngineDeadError
 
 if TYPE_CHECKING:
     from hardpoint.engine.execution.worker import WorkerFacts
+
+
+_REASON_SECONDS = 5.0
+"""For another replica to end, where these ranks cannot go on: it first waits for its own ranks to say why."""
 
 
 class LockStepExecutor:
@@ -24,13 +29,14 @@ class LockStepExecutor:
 
     def __init__(self, config: EngineConfig, ranks: Executor) -> None:
         """Meet the other replicas, whose ranks have met these. Raises EngineDeadError where one does not come."""
-        self._ranks, topology, patience = ranks, config.topology, float(config.core_start_timeout)
+        self._ranks, topology = ranks, config.topology
+        self._is_launched = config.executor_kind == "torchrun"
         assert ranks.facts.limits.max_requests is not None
         # The slot behind all requests' is that of padding, see Runner.
         self._empty = StepInput.empty(ranks.facts.limits.max_requests, len(ranks.facts.geometry.retentions))
         try:
-            seconds = float(config.step_timeout)
-            self._rounds = Rounds.join(topology.replica, topology.data, Path(config.meeting), patience, seconds)
+            elsewhere = [n for n in range(topology.data) if topology.here is not None and n not in topology.here]
+            self._rounds = Rounds(topology.replica, meet(config), float(config.step_timeout), elsewhere)
         except BaseException:
             ranks.shutdown(0)
             raise
@@ -54,7 +60,8 @@ class LockStepExecutor:
         shares = self._rounds.agree(Share(step.num_tokens, captured_tokens(self.facts.captured, step)))
         captured = captured_by_all(shares)
         tokens = tuple(captured or share.tokens for share in shares)
-        return self._ranks.submit(replace(step, replica_tokens=tokens, captured_tokens=captured))
+        submitted = self._ranks.submit(replace(step, replica_tokens=tokens, captured_tokens=captured))
+        return _SharedStep(submitted, self._rounds)
 
     def keep_up(self) -> None:
         """See Executor. Returns before the empty step has run: no request is in it."""
@@ -75,11 +82,35 @@ class LockStepExecutor:
         self._rounds.when_begun(notify)
 
     def shutdown(self, deadline: float) -> None:
-        """See Executor. Where the ranks are lost, the other replicas end as well."""
+        """See Executor. Where the ranks are lost, the other replicas end as well.
+
+        A replica that torchrun started takes part in the steps of the others until all are shut down: each is closed
+        where its own script gets to the end.
+        """
         try:
             self._ranks.check()
         except EngineDeadError:
             self._rounds.leave(is_lost=True)
         else:
+            if self._is_launched and deadline:
+                with suppress(EngineDeadError):
+                    self._rounds.finish(self.keep_up)
             self._rounds.leave()
         self._ranks.shutdown(deadline)
+
+
+@dataclass(frozen=True)
+class _SharedStep:
+    """A step of all replicas, which ``ranks`` of this one run."""
+
+    ranks: Pending
+    rounds: Rounds
+
+    def result(self) -> StepOutput:
+        """See Pending. The error names the replica that is gone, without which these ranks cannot go on."""
+        try:
+            return self.ranks.result()
+        except EngineDeadError as error:
+            if CANNOT_GO_ON in str(error) and (lost := self.rounds.lost_within(_REASON_SECONDS)):
+                raise EngineDeadError(f"{lost}: {error}") from error
+            raise

@@ -1,15 +1,60 @@
-"""The files by which the ranks of replicas that share experts find each other. All their cores are on this host."""
+"""How the cores and ranks of replicas that share experts find each other.
+
+Replicas of one server meet by files. Several servers meet at a store that the one with replica 0 serves, and processes
+that torchrun started at torchrun's.
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hardpoint.config import EngineConfig
+from hardpoint.engine.execution.ranks.round_links import met_at_store, met_in_folder
 from hardpoint_plugin_api import EngineDeadError
 
+if TYPE_CHECKING:
+    from hardpoint.parallel.process_group import Store, TCPStore
+
 _RETRY_SECONDS = 0.02
+
+
+def meet(config: EngineConfig) -> dict[int, Connection]:
+    """A connection to the core of each other replica, by its number; see round_links."""
+    topology, patience = config.topology, float(config.core_start_timeout)
+    if config.executor_kind == "torchrun":
+        from hardpoint.engine.execution.ranks.torchrun_executor import Launch
+
+        launch = Launch.read(config)
+        store, host, is_here = launch.store(), launch.own_host, launch.place.on_one_host
+    elif (rendezvous := config.rendezvous) is not None:
+        from hardpoint.parallel.process_group import own_address
+
+        store, host, is_here = servers_store(config), own_address(*rendezvous), False
+    else:
+        return met_in_folder(topology.replica, topology.data, Path(config.meeting), patience)
+    return met_at_store(topology.replica, topology.data, store, host, patience, on_one_host=is_here)
+
+
+def serve_store(config: EngineConfig) -> TCPStore | None:
+    """The store of several servers, which the core of replica 0 must keep; None for other cores."""
+    from hardpoint.parallel.process_group import tcp_store
+
+    if config.rendezvous is None or config.topology.replica:
+        return None
+    return tcp_store(*config.rendezvous, float(config.core_start_timeout), serves=True)
+
+
+def servers_store(config: EngineConfig) -> Store:
+    """A connection to the store of several servers. Raises PlatformError where it does not come."""
+    from hardpoint.parallel.process_group import PrefixStore, tcp_store
+
+    assert config.rendezvous is not None
+    store = tcp_store(*config.rendezvous, float(config.core_start_timeout))
+    return PrefixStore(f"hardpoint-{len(config.deny)}", store)
 
 
 def meeting_place(config: EngineConfig, name: str) -> Path:

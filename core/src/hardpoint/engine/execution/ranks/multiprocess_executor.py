@@ -14,7 +14,7 @@ from typing import Self
 
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.ranks.hang import describe
-from hardpoint.engine.execution.ranks.meeting import meeting_place
+from hardpoint.engine.execution.ranks.meeting import meeting_place, serve_store
 from hardpoint.engine.execution.ranks.rank_process import RankSpec, serve_rank
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.processes import child_process
@@ -34,16 +34,19 @@ class MultiprocessExecutor(RanksExecutor):
         # A file, and no port that others reach: and torch's TCP store asks the name server about each connection.
         # Kept while the ranks live, since some collective libraries go back to it whenever two ranks first talk.
         self._folder: TemporaryDirectory[str] | None = None
-        if config.topology.shares_experts:
-            store = meeting_place(config, "store")
+        self._served = serve_store(config)
+        if config.rendezvous is not None:
+            store = ""
+        elif config.topology.shares_experts:
+            store = str(meeting_place(config, "store"))
         else:
             self._folder = TemporaryDirectory(prefix="hardpoint-ranks-", ignore_cleanup_errors=True)
-            store = Path(self._folder.name) / "store"
+            store = str(Path(self._folder.name) / "store")
         self.processes: list[ProcessRank] = []
         try:
             for number in range(config.topology.size):
                 place = config.topology.on_this_host(number)
-                spec = RankSpec(config, place, choices, str(store))
+                spec = RankSpec(config, place, choices, store)
                 self.processes.append(ProcessRank.start(spec))
         except BaseException:
             for rank in self.processes:
@@ -59,7 +62,8 @@ class MultiprocessExecutor(RanksExecutor):
         return lost
 
     def _clean_up(self) -> None:
-        """Remove the folder, unless it is that of several replicas."""
+        """Remove the folder, unless it is that of several replicas; end the store of several servers."""
+        self._served = None
         if self._folder is not None:
             self._folder.cleanup()
 

@@ -38,7 +38,8 @@ class RankSpec:
     """The order to build a rank. ``choices`` are the parent's, which every rank must come to as well; without any,
     all must come to the same.
 
-    ``store`` is the file, in a folder of its own on this host, by which the ranks meet.
+    ``store`` is the file, in a folder of its own on this host, by which the ranks meet; empty where they meet at no
+    file.
     """
 
     config: EngineConfig
@@ -69,6 +70,7 @@ def serve_rank(
     connection: Connection, spec: RankSpec, levels: dict[str, int], parent: int, crashes: Connection
 ) -> None:
     """The target of a rank's process, until it is told to stop or its parent is gone."""
+    from hardpoint.engine.execution.ranks.meeting import servers_store
     from hardpoint.parallel.process_group import FileStore
 
     send = child_process.Sender(connection)
@@ -81,7 +83,7 @@ def serve_rank(
             keep_what_is_there()
         send(message)
 
-    rank.run(lambda: FileStore(spec.store, -1), report)
+    rank.run(lambda: FileStore(spec.store, -1) if spec.store else servers_store(spec.config), report)
     # All that holds resources was closed. Taking torch's modules apart would take a second more.
     logging.shutdown()
     sys.stderr.flush()

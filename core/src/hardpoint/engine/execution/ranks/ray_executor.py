@@ -13,7 +13,6 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from hardpoint.engine.processes import child_process
 from hardpoint.extras import require_extra
 from hardpoint.garbage_collection import keep_what_is_there
 from hardpoint.parallel.choices import Choices
-from hardpoint.parallel.process_group import LOOPBACK, PrefixStore
+from hardpoint.parallel.process_group import LOOPBACK, PrefixStore, tcp_store
 from hardpoint.parallel.topology import Coordinates
 from hardpoint_plugin_api import EngineDeadError, EngineError
 
@@ -83,7 +82,7 @@ class RankActor:
             send(message)
 
         patience = float(spec.config.core_start_timeout)
-        rank.run(lambda: PrefixStore("hardpoint", _store(link.host, link.store_port, patience)), report)
+        rank.run(lambda: PrefixStore("hardpoint", tcp_store(link.host, link.store_port, patience)), report)
 
 
 class RayRank(RankLink):
@@ -254,12 +253,12 @@ def _met(config: EngineConfig, nodes: Sequence[str], patience: float) -> tuple[A
     and the nodes of their ranks, given those of this one's. Raises EngineDeadError where another does not come."""
     topology = config.topology
     if not topology.shares_experts:
-        return _store(LOOPBACK, 0, patience, serves=True), ()
+        return tcp_store(LOOPBACK, 0, patience, serves=True), ()
     place = meeting_place(config, "store-of-replica-0")
     if topology.replica:
-        store = _store(LOOPBACK, int(await_word(place, patience)), patience)
+        store = tcp_store(LOOPBACK, int(await_word(place, patience)), patience)
     else:
-        store = _store(LOOPBACK, 0, patience, serves=True)
+        store = tcp_store(LOOPBACK, 0, patience, serves=True)
         leave_word(place, str(store.port))
     known = PrefixStore("nodes", store)
     known.set(str(topology.replica), " ".join(nodes))
@@ -268,14 +267,6 @@ def _met(config: EngineConfig, nodes: Sequence[str], patience: float) -> tuple[A
     except RuntimeError as error:
         raise EngineDeadError(f"a replica, with which this one shares experts, did not come: {error}") from error
     return store, " ".join(told).split()
-
-
-def _store(host: str, port: int, patience: float, *, serves: bool = False) -> Any:
-    """A store at ``port``, which this process serves, or another one. It listens at every address of the host."""
-    from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but not for mypy
-
-    limit = timedelta(seconds=patience)
-    return TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False)
 
 
 def _watch(ranks: Sequence[RayRank]) -> None:

@@ -11,27 +11,29 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener, wait
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
 from typing import Self
 
 from hardpoint.engine.execution.ranks.sockets import shut
-from hardpoint_plugin_api import EngineDeadError, EngineError
+from hardpoint_plugin_api import EngineDeadError
 
 CLOSED = "the engine is closed"
 """The reason where another replica was closed first."""
+CANNOT_GO_ON = "cannot go on: RankLostError"
+"""In the reasons of ranks whose work was lost with another rank's, which may be another replica's."""
 
 _GRACE = 0.5
 """Seconds for a replica that is gone to be missed where all are watched, and its end be told with its reason."""
-_RETRY_SECONDS = 0.01
 _SMALL_STEP = 512
-"""Tokens from which on the kernels of an 8B model take as long as the host (docs/measurements/h200.md)."""
+"""Tokens from which on the kernels of an 8B model take as long as the host: docs/distribution.md has the arithmetic."""
 _NUMBER = struct.Struct("<q")
 _LEAVES = b""
 """In place of a step: the replica is being closed."""
+_FINISHED = b"."
+"""In place of a step: the replica begins no more rounds, and takes part in those of others."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,15 @@ def captured_by_all(shares: Iterable[Share]) -> int:
 class Rounds:
     """One replica's part in the rounds. One thread calls ``agree``; a thread of its own listens to the others."""
 
-    def __init__(self, replica: int, others: dict[int, Connection], seconds: float) -> None:
-        """``others``: a connection to each other replica, by its number. A round waits for them ``seconds``."""
-        self._replica, self._others, self._seconds = replica, others, seconds
+    def __init__(
+        self, replica: int, others: dict[int, Connection], seconds: float, elsewhere: Collection[int] = ()
+    ) -> None:
+        """``others``: a connection to each other replica, by its number. A round waits for them ``seconds``.
+
+        Replicas ``elsewhere`` belong to other servers: this one ends where one of them is closed.
+        """
+        self._replica, self._others, self._seconds, self._elsewhere = replica, others, seconds, elsewhere
+        self._running = set(others)
         self._shares: dict[int, deque[Share]] = {number: deque() for number in others}
         self._changed = threading.Condition()
         self._lost: str | None = None
@@ -77,30 +85,6 @@ class Rounds:
         self._notify: Callable[[], None] = lambda: None
         self._reader = threading.Thread(target=self._read, name="hardpoint-rounds", daemon=True)
         self._reader.start()
-
-    @classmethod
-    def join(cls, replica: int, replicas: int, folder: Path, patience: float, seconds: float) -> Self:
-        """Meet the other replicas in ``folder``, which no other user may enter.
-
-        Raises EngineDeadError where one does not come within ``patience`` seconds.
-        """
-        others: dict[int, Connection] = {}
-        address = str(folder / f"core-{replica}")
-        try:
-            listener = Listener(address, "AF_UNIX", backlog=replicas)
-        except OSError as error:
-            raise EngineError(
-                f"replicas that share experts cannot meet at {address}: {error}; set TMPDIR to a folder with "
-                "a short name"
-            ) from error
-        with listener:
-            for number in range(replica):
-                others[number] = _connected(folder / f"core-{number}", number, patience)
-                others[number].send_bytes(_NUMBER.pack(replica))
-            for _ in range(replica + 1, replicas):
-                connection = listener.accept()
-                others[_NUMBER.unpack(connection.recv_bytes())[0]] = connection
-        return cls(replica, others, seconds)
 
     @property
     def has_begun(self) -> bool:
@@ -126,6 +110,12 @@ class Rounds:
             or f"replica {silent} did not take part in a step within {self._seconds:g} seconds (--step-timeout)"
         )
 
+    def lost_within(self, seconds: float) -> str | None:
+        """Which replica is gone, where it turns out within ``seconds`` that one is, which was not closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended, seconds)
+        return self._lost
+
     def check(self) -> None:
         """Raise EngineDeadError if a replica is gone, unless it was closed."""
         if self._lost is not None:
@@ -136,6 +126,21 @@ class Rounds:
         self._notify = notify
         if self.has_begun or self._lost is not None:
             notify()
+
+    def finish(self, keep_up: Callable[[], None]) -> None:
+        """Begin no more rounds, and call ``keep_up`` for each of the others', until none begins any.
+
+        Returns at once where one is gone. Raises EngineDeadError where one goes, or does not answer.
+        """
+        for connection in self._others.values():
+            with suppress(OSError):
+                connection.send_bytes(_FINISHED)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self.has_begun or not self._running)
+                if self._ended or not self.has_begun:
+                    return
+            keep_up()
 
     def leave(self, *, is_lost: bool = False) -> None:
         """Tell the others that this replica is being closed, unless ``is_lost``, and listen no more. Twice is once."""
@@ -168,9 +173,13 @@ class Rounds:
                     number = listening[each]
                     if not data:
                         del listening[each]
-                        self._is_closed |= data == _LEAVES
+                        is_closed = data == _LEAVES
+                        self._is_closed |= is_closed and number not in self._elsewhere
                         if not self._is_closed:
-                            self._lost = f"replica {number} is gone, with which this one shares experts"
+                            ended = "was closed" if is_closed else "is gone"
+                            self._lost = f"replica {number} {ended}, with which this one shares experts"
+                    elif data == _FINISHED:
+                        self._running.discard(number)
                     else:
                         self._shares[number].append(Share.unpack(data))
                     self._changed.notify_all()
@@ -183,18 +192,3 @@ def _received(connection: Connection) -> bytes | None:
         return connection.recv_bytes()
     except (EOFError, OSError):
         return None
-
-
-def _connected(address: Path, number: int, patience: float) -> Connection:
-    """A connection to the core that listens at ``address``, or will."""
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return Client(str(address), "AF_UNIX")
-        except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() > deadline:
-                raise EngineDeadError(
-                    f"replica {number}, with which this one shares experts, did not come within {patience:g} seconds "
-                    "(--core-start-timeout)"
-                ) from None
-            time.sleep(_RETRY_SECONDS)

@@ -1,7 +1,8 @@
 """Ranks in processes that ``torchrun`` started, each of which runs the user's script.
 
 Rank 0 drives: its script goes on with an engine. In every other process the script gets as far as building the engine,
-and the process then serves as a rank and ends. Rank 0 talks to the others by sockets, to itself by a pipe.
+and the process then serves as a rank and ends. Rank 0 talks to the others by sockets, to itself by a pipe. Where
+replicas share experts, all this holds for each replica.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecu
 from hardpoint.engine.execution.ranks.sockets import shut
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Stop
-from hardpoint.parallel.process_group import LOOPBACK, PrefixStore, Store
+from hardpoint.parallel.process_group import LOOPBACK, PrefixStore, Store, own_address
 from hardpoint.parallel.topology import Coordinates
 from hardpoint_plugin_api import EngineDeadError
 
 if TYPE_CHECKING:
     from hardpoint.engine.blueprint import Blueprint
 
-_LINK = "hardpoint/link"
-"""Where rank 0 leaves in the store how to reach it."""
+_LINK = "hardpoint/link/{}"
+"""Where rank 0 of a replica leaves in the store how to reach it."""
 
 
 @dataclass(frozen=True)
@@ -37,33 +38,43 @@ class Launch:
     """A process's place as torchrun tells it, by its documented environment variables."""
 
     place: Coordinates
-    address: str
+    master: tuple[str, int]
+    """The address and port of torchrun's store."""
 
     @classmethod
     def read(cls, config: EngineConfig) -> Self:
         """Raises ConfigError where torchrun did not start this process, or started another number of them."""
         place = config.topology.of_launched(os.environ)
-        return cls(place, os.environ["MASTER_ADDR"])
+        return cls(place, (os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", 0))))
+
+    @property
+    def own_host(self) -> str:
+        """The address at which the launch's other processes reach this one."""
+        return LOOPBACK if self.place.on_one_host else own_address(*self.master)
 
     def store(self) -> Store:
         """The store that all processes of the launch share; waits for rank 0's host."""
         from torch.distributed.rendezvous import rendezvous
 
-        found: Store = next(rendezvous("env://", self.place.rank, self.place.topology.size))[0]
+        found: Store = next(rendezvous("env://", self.place.world_rank, self.place.topology.world))[0]
         return PrefixStore("hardpoint", found)
 
 
-def serve_unless_first(config: EngineConfig) -> None:
-    """Return in rank 0. In another rank's process serve until the engine is closed, then raise SystemExit."""
+def serve_unless_first(config: EngineConfig) -> EngineConfig:
+    """Return the config of this process's replica in its rank 0. In another rank's process serve until the engine is
+    closed, then raise SystemExit."""
     launch = Launch.read(config)
+    if config.topology.shares_experts:
+        config = config.of_launched(launch.place.topology.replica)
     if launch.place.rank:
         raise SystemExit(_serve(config, launch))
+    return config
 
 
 def _serve(config: EngineConfig, launch: Launch) -> int:
     """Serve as the rank that this process is. Returns the process's exit code."""
     store = launch.store()
-    link = json.loads(store.get(_LINK))
+    link = json.loads(store.get(_LINK.format(launch.place.topology.replica)))
     if config.block_size is None and link["block_size"] is not None:  # larger blocks, which rank 0 chose for states
         config = config.with_block_size(link["block_size"])
     connection = Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"]))
@@ -104,8 +115,8 @@ def _accepted(launch: Launch, store: Store, block_size: int | None, patience: fl
     key = secrets.token_bytes(32)
     local, world = launch.place.on_one_host, launch.place.topology.size
     with Listener((LOOPBACK if local else "", 0), backlog=world, authkey=key) as listener:
-        host, port = LOOPBACK if local else launch.address, listener.address[1]
-        store.set(_LINK, json.dumps({"host": host, "port": port, "key": key.hex(), "block_size": block_size}))
+        link = {"host": launch.own_host, "port": listener.address[1], "key": key.hex(), "block_size": block_size}
+        store.set(_LINK.format(launch.place.topology.replica), json.dumps(link))
         listener._listener._socket.settimeout(patience)  # type: ignore[attr-defined]  # there is no public way
         found: dict[int, RankLink] = {}
         while len(found) < world - 1:

@@ -1,0 +1,196 @@
+"""Replicas that share experts, where torchrun started them, and where they belong to several servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.engine.remote.sharing_replicas import SharingReplicas
+from hardpoint_plugin_api import EngineDeadError, EngineError
+from tests.support import two_hosts
+from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.engines import small_llm, until
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+NIGHTLY = pytest.mark.nightly
+PROMPTS = random_prompts(4, 30, seed=1)
+PROGRAM = """
+import json, os, signal, sys, time
+from pathlib import Path
+from hardpoint import LLM, SamplingParams
+from hardpoint_plugin_api import EngineDeadError
+
+if __name__ == "__main__":
+    folder, scratch, end = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    settings, prompts = json.loads(sys.argv[4]), json.loads(sys.argv[5])
+    if "RANK" in os.environ:
+        (scratch / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+    with LLM(str(folder), platform="cpu", kv_cache_memory="16MiB", enable_expert_parallel=True, data_parallel_size=2,
+             plugin_config={"cpu": {"threads": 1}}, **settings) as llm:
+        (number,) = llm.config.local_replicas
+        greedy = SamplingParams(temperature=0, max_tokens=10 + 10 * number, ignore_eos=True)
+        outputs = llm.generate(prompts[number], greedy, use_tqdm=False)
+        print(json.dumps([number, [output.outputs[0].token_ids for output in outputs]]), flush=True)
+        if end == "kill":
+            (scratch / f"done-{number}").touch()
+            endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+            try:
+                for count, _ in enumerate(llm.stream([1], endless)):
+                    if count == 3 and number == 0:
+                        while not (scratch / "done-1").exists():
+                            time.sleep(0.05)
+                        os.kill(int((scratch / "pid-3").read_text()), signal.SIGKILL)
+            except EngineDeadError as error:
+                print(error, flush=True)
+        if end == "together":
+            (scratch / f"done-{number}").touch()
+            while not all((scratch / f"done-{n}").exists() for n in range(2)):
+                time.sleep(0.05)
+    print(f"the end of replica {number}", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    changes: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return folder, write_checkpoint(folder, "qwen3_moe", max_position_embeddings=16384, **changes)
+
+
+@pytest.fixture
+def hosts() -> None:
+    if not two_hosts.can_be_made():
+        pytest.skip("this machine lets no user make network namespaces")
+
+
+def program(folder: Path, scratch: Path, end: str, **settings: Any) -> list[str]:
+    script = scratch / "program.py"
+    script.write_text(PROGRAM)
+    prompts = [PROMPTS[:1], PROMPTS[1:]]
+    return [str(script), str(folder), str(scratch), end, json.dumps(settings), json.dumps(prompts)]
+
+
+def torchrun(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "10", *arguments]
+
+
+def check(model: PreTrainedModel, outputs: str) -> None:
+    """Each replica's tokens are those of one process, whatever the other had to do."""
+    found = dict(json.loads(line) for line in outputs.splitlines() if line.startswith("["))
+    assert found.keys() == {0, 1}, outputs
+    for number, prompts in enumerate([PROMPTS[:1], PROMPTS[1:]]):
+        for prompt, tokens in zip(prompts, found[number], strict=True):
+            assert len(tokens) == 10 + 10 * number
+            check_tokens_equal(model, prompt, tokens)
+
+
+def test_torchrun_starts_all_replicas(mixture: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    """Each script goes on with its replica, and closes it when the others have no more steps, either."""
+    command = torchrun("--standalone", "--nproc-per-node", "2", *program(mixture[0], tmp_path, "", executor="torchrun"))
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    check(mixture[1], done.stdout)
+    assert sorted(done.stdout.splitlines()[-2:]) == ["the end of replica 0", "the end of replica 1"]
+
+
+@NIGHTLY
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("end", ["", "kill"])
+def test_torchrun_on_two_hosts(end: str, mixture: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    """A replica of two ranks on each; one of the second's is killed while both make tokens.
+
+    The launcher of the second may end the rest there before they can say why; the first learns it from the replica.
+    """
+    settings = {"executor": "torchrun", "tensor_parallel_size": 2}
+    commands = [
+        torchrun(
+            *("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(node)),
+            *("--master-addr", two_hosts.ADDRESSES[0], "--master-port", "29500"),
+            *program(mixture[0], tmp_path, end, **settings),
+        )
+        for node in (0, 1)
+    ]
+    first, second = two_hosts.run_on_two_hosts(commands, tmp_path, {"OMP_NUM_THREADS": "1"}, 240)
+    check(mixture[1], first.stdout + second.stdout)
+    if not end:
+        assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+        return
+    assert first.returncode != 0
+    assert second.returncode != 0
+    assert "replica 1 is gone, with which this one shares experts" in first.stdout
+
+
+@NIGHTLY
+@pytest.mark.usefixtures("hosts")
+def test_servers_of_two_hosts(mixture: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    address = two_hosts.ADDRESSES[0]
+    commands = [
+        [
+            sys.executable,
+            *program(mixture[0], tmp_path, "together", data_parallel_rank=n, data_parallel_address=address),
+        ]
+        for n in (0, 1)
+    ]
+    first, second = two_hosts.run_on_two_hosts(commands, tmp_path, {"OMP_NUM_THREADS": "1"}, 240)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    check(mixture[1], first.stdout + second.stdout)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def servers(folder: Path, **settings: Any) -> list[LLM]:
+    """Two engines of a replica each, as two servers have them."""
+    given = {"data_parallel_size": 2, "enable_expert_parallel": True, "data_parallel_address": "127.0.0.1"}
+    given |= {"data_parallel_rpc_port": free_port(), **settings}
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda number: small_llm(folder, data_parallel_rank=number, **given), range(2)))
+
+
+def test_two_servers_share_experts(mixture: tuple[Path, PreTrainedModel]) -> None:
+    """Each has requests of its own; the other one ends when one is closed."""
+    folder, model = mixture
+    first, second = servers(folder)
+    for number, llm in enumerate((first, second)):
+        others = threading.Thread(target=lambda: second.generate(PROMPTS[3:], GREEDY, use_tqdm=False))
+        if llm is first:
+            others.start()
+        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        if llm is first:
+            others.join()
+        assert list(llm.config.local_replicas) == [number]
+    with pytest.raises(EngineError, match="Sleep needs all replicas that share experts idle, and some belong to other"):
+        second.sleep()
+    first.close()
+
+    client = second.client
+    assert isinstance(client, SharingReplicas)
+    until(lambda: client._cores[0]._link.lost is not None)
+    with pytest.raises(EngineDeadError, match="replica 0 was closed, with which this one shares experts"):
+        second.generate(PROMPTS)
+    second.close()
+
+
+@NIGHTLY
+def test_a_server_that_does_not_come(mixture: tuple[Path, PreTrainedModel]) -> None:
+    given: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True, "core_start_timeout": 8}
+    given |= {"data_parallel_address": "127.0.0.1", "data_parallel_rpc_port": free_port()}
+    for number in (0, 1):
+        with pytest.raises((EngineError, EngineDeadError), match=r"--core-start-timeout"):
+            small_llm(mixture[0], data_parallel_rank=number, **given)
