@@ -49,6 +49,14 @@ def begun(x: torch.Tensor) -> dict[str, Any]:
     return {"BEGIN": None} if overlap is None else {"BEGIN": overlap.begin, **overlap.options}
 
 
+def overlaps(x: torch.Tensor) -> bool:
+    """Whether kernels for rows ``x`` are launched before those that they depend on have ended.
+
+    All that follow then wait by themselves, so that a library's kernel may let them be launched early, too.
+    """
+    return _overlap(x) is not None
+
+
 def _overlap(x: torch.Tensor) -> Overlap | None:
     return _overlaps.get(x.device.type) if x.shape[0] <= _MOST_ROWS else None
 
