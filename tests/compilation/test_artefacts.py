@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor
 
-from hardpoint.compilation import artefacts
+from hardpoint.compilation import artefacts, direct
 from hardpoint.compilation.artefacts import Artefacts, check_private
 from hardpoint.compilation.division import Divided, divide
 from hardpoint.compilation.program import BoundProgram, PieceFunction
@@ -59,10 +62,31 @@ def test_a_piece_is_compiled_once_and_again_where_it_was_changed(tmp_path: Path)
             ids, positions = torch.arange(count), torch.arange(count) * 3
             step = ForwardStep(positions, positions, [], [])
             torch.testing.assert_close(bound.run(ids, step), scaled(ids, step))
+    assert loaded_alone(tmp_path, piece.key) == {"found": 1, "programs": [], "inductor": []}
     changed = next(tmp_path.rglob("*.py"))
     changed.write_text(changed.read_text() + "\nraise SystemExit('run from a changed file')\n")
     assert not Artefacts(tmp_path, "here").load([piece.key])
     assert not Artefacts(tmp_path, "another torch").load([piece.key])
+
+
+_LOADING = """
+import json, sys
+programs = []
+sys.addaudithook(lambda event, args: programs.append(str(args[0])) if event == "subprocess.Popen" else None)
+from pathlib import Path
+from hardpoint.compilation.artefacts import Artefacts
+found = Artefacts(Path(sys.argv[1]), "here").load([sys.argv[2]])
+costly = ("torch._inductor.codecache", "torch._inductor.compile_fx", "torch._inductor.select_algorithm")
+print(json.dumps({"found": len(found), "programs": programs, "inductor": [x for x in costly if x in sys.modules]}))
+"""
+
+
+def loaded_alone(folder: Path, key: str) -> dict[str, object]:
+    """How many pieces a process of its own loads, the programs that it runs for that, and its imports of Inductor."""
+    command = [sys.executable, "-c", _LOADING, str(folder), key]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
 
 
 def total(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
@@ -78,8 +102,9 @@ def ordered(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
 
 
 def test_pieces_are_loaded_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of operators that Inductor calls as they are, so that no C++ is compiled. Each load waits for the others to
-    begin."""
+    """By Inductor, as of a GPU, and of operators that it calls as they are, so that no C++ is compiled. Each load waits
+    for the others to begin."""
+    monkeypatch.setattr(direct, "keep", lambda *args: False)
     passes = {hidden: divided(hidden) for hidden in (total, product, ordered)}
     pieces = [piece for found in passes.values() for piece in found.pieces.values()]
     for piece in pieces:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -149,6 +151,20 @@ def test_own_code_says_that_it_is_not_compiled(tmp_path: Path, caplog: pytest.Lo
     assert not (tmp_path / "cache").exists()
 
 
+_STARTING = """
+import json, sys
+from pathlib import Path
+programs = []
+sys.addaudithook(lambda event, args: programs.append(str(args[0])) if event == "subprocess.Popen" else None)
+from tests.compilation.test_compiled_models import GREEDY, compiled_llm, pieces
+with compiled_llm(Path(sys.argv[1]), Path(sys.argv[2])) as llm:
+    llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    inductor = [name for name in ("torch._inductor.codecache", "torch._inductor.compile_fx") if name in sys.modules]
+    compilers = [name for name in programs if "ldconfig" not in name]
+    print(json.dumps([pieces(llm), inductor, compilers]))
+"""
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_compiled_passes_give_the_same_tokens_and_a_second_start_compiles_nothing(kind: str, tmp_path: Path) -> None:
@@ -159,6 +175,12 @@ def test_compiled_passes_give_the_same_tokens_and_a_second_start_compiles_nothin
             found = pieces(llm)
             assert (found["compiled"] > 0, found["loaded"] > 0) == ((True, False), (False, True))[start]
             check(llm, model)
+    command = [sys.executable, "-c", _STARTING, str(folder), str(cache)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    counts, inductor, programs = json.loads(done.stdout)
+    assert counts == {"compiled": 0, "loaded": found["loaded"]}
+    assert not inductor, "a later start imports no compiler"
+    assert not programs, "and runs none"
 
 
 @pytest.mark.nightly

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from hardpoint.compilation import direct
 from hardpoint.compilation.division import PieceGraph
 from hardpoint.compilation.program import PieceFunction
 from hardpoint.compilation.tracing import quiet
@@ -33,6 +34,9 @@ from hardpoint_plugin_api import ConfigError
 logger = logging.getLogger(__name__)
 
 _NOTE, _PIECE, _ENTRY = "hashes.json", "piece", "aotautograd"
+_DIRECT = "direct"
+"""The folder of a piece that runs without Inductor, in place of ``_PIECE``."""
+
 _MOST_LOADERS = 8
 """Threads that load pieces."""
 
@@ -84,11 +88,28 @@ class Artefacts:
             logger.warning("%s: %s; the next start traces the model again", self._folder, error.strerror)
 
     def load(self, keys: Iterable[str]) -> dict[str, PieceFunction]:
-        """The pieces of these keys, loaded side by side; without those that are not there as they were written."""
+        """The pieces of these keys; without those that are not there as they were written."""
         with ThreadPoolExecutor(_MOST_LOADERS) as pool:
             wanted = list(dict.fromkeys(keys))
             notes = dict(zip(wanted, pool.map(lambda key: _checked_note(self._folder / key), wanted), strict=True))
         whole = {key: note for key, note in notes.items() if note is not None}
+        found = self._load_directly(key for key in whole if (self._folder / key / _DIRECT).is_dir())
+        found |= self._load_by_inductor({k: note for k, note in whole.items() if (self._folder / k / _PIECE).is_dir()})
+        self.num_loaded += len(found)
+        return {key: found[key] for key in wanted if key in found}
+
+    def _load_directly(self, keys: Iterable[str]) -> dict[str, PieceFunction]:
+        """The pieces of these keys, which need no Inductor; without those that cannot be loaded."""
+        found = {}
+        for key in keys:
+            try:
+                found[key] = direct.load(self._folder / key / _DIRECT)
+            except Exception as error:  # of code that is run
+                logger.info("compiled piece %s cannot be loaded: %s: %s", key, type(error).__name__, error)
+        return found
+
+    def _load_by_inductor(self, whole: Mapping[str, Mapping[str, str]]) -> dict[str, PieceFunction]:
+        """The pieces of these keys, whose notes were checked, loaded side by side; without those that cannot be."""
         if not whole:
             return {}
         try:
@@ -104,7 +125,6 @@ class Artefacts:
                 found[key] = future.result()
             else:  # torch's own check of its version among them
                 logger.info("compiled piece %s cannot be loaded: %s: %s", key, type(failure).__name__, failure)
-        self.num_loaded += len(found)
         return found
 
     def get(self, piece: PieceGraph) -> PieceFunction:
@@ -131,18 +151,23 @@ class Artefacts:
                     dynamic_shapes="from_tracing_context",
                     options={"config_patches": {"compile_threads": 1}},
                 )
+            is_direct = direct.keep(fresh / _PIECE, fresh / _DIRECT, len(piece.examples), piece.num_outputs)
+            if is_direct:
+                shutil.rmtree(fresh / _PIECE)
             shutil.rmtree(target, ignore_errors=True)
             fresh.rename(target)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-        entry = _entry(_hashes(target / _PIECE))
-        # From where it lies now, so that all that loading makes is there, too.
-        (made,) = self._loaded(target / _PIECE, [entry])
-        function = made.result()
+        function = direct.load(target / _DIRECT) if is_direct else self._loaded_first(target / _PIECE)
         _note_hashes(target)
         self.num_compiled += 1
         logger.info("compiled piece %s in %.1f s", piece.key, time.perf_counter() - began)
         return function
+
+    def _loaded_first(self, folder: Path) -> PieceFunction:
+        """The piece in ``folder``, from where it will be loaded later, so that all that loading makes is there."""
+        (made,) = self._loaded(folder, [_entry(_hashes(folder))])
+        return made.result()
 
     def _together(self, notes: Mapping[str, Mapping[str, str]]) -> Path:
         """A folder that has the files of all these pieces, whose ``notes`` were checked.
@@ -215,9 +240,14 @@ def _checked_note(folder: Path) -> dict[str, str] | None:
     """The hash of each file of a piece, noted when it was compiled; None where a file has another one."""
     try:
         noted: dict[str, str] = json.loads((folder / _NOTE).read_text())
-        return noted if noted.items() <= _hashes(folder / _PIECE).items() else None
+        return noted if noted.items() <= _hashes(_place(folder)).items() else None
     except (OSError, ValueError):
         return None
+
+
+def _place(folder: Path) -> Path:
+    """The files of the piece in ``folder``."""
+    return folder / _DIRECT if (folder / _DIRECT).is_dir() else folder / _PIECE
 
 
 def _entry(files: Iterable[str]) -> str:
@@ -245,7 +275,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _note_hashes(folder: Path) -> None:
-    _write(folder / _NOTE, json.dumps(_hashes(folder / _PIECE)).encode())
+    _write(folder / _NOTE, json.dumps(_hashes(_place(folder))).encode())
 
 
 def _hashes(folder: Path) -> dict[str, str]:

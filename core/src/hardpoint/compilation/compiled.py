@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Hidden = Callable[[torch.Tensor, ForwardStep], torch.Tensor]
 
 _DISTRIBUTIONS = ("hardpoint-core", "torch", "transformers", "triton", "numpy")
-_FORMAT = 1
+_FORMAT = 2
 """Of programs and pieces; another number where older ones cannot be read, or are wrong."""
 
 _MOST_CONSTANT = 64

@@ -33,6 +33,12 @@ class PieceGraph:
     examples: list[Any]
     key: str
 
+    @property
+    def num_outputs(self) -> int:
+        """How many tensors it returns."""
+        output = next(node for node in self.graph.graph.nodes if node.op == "output")
+        return len(output.args[0])
+
 
 @dataclass(frozen=True)
 class Divided:
