@@ -93,8 +93,6 @@ class TritonAttention(AttentionBackend):
         # Where one of two dtypes may not hold the other's numbers, products are in float32.
         wide = dtype_of(spec.kv_dtype).itemsize > 1 and spec.kv_dtype != spec.dtype
         itemsize = 4 if wide else dtype_of(spec.dtype).itemsize
-        self._prefill_tuning = tables.prefill.find(wide=itemsize == 4)
-        self.prefill_tiles = self._prefill_tuning.tiles
         block_d = max(16, triton.next_power_of_2(spec.head_size))
         capped = spec.soft_cap is not None
         self._factors = (
@@ -105,6 +103,9 @@ class TritonAttention(AttentionBackend):
         scales = "none"
         if dtype_of(spec.kv_dtype).itemsize == 1:
             scales = "static" if spec.static_cache_scales else "token"
+        facts = {"wide": itemsize == 4, "quantized_cache": scales != "none"}
+        self._prefill_tuning = tables.prefill.find(**facts)
+        self.prefill_tiles = self._prefill_tuning.tiles
         alike: dict[str, Any] = {
             "NUM_HEADS": spec.num_heads,
             "NUM_KV_HEADS": spec.num_kv_heads,
@@ -118,7 +119,7 @@ class TritonAttention(AttentionBackend):
             "WIDE": wide,
             "BLOCK_D": block_d,
         }
-        self._decode_table = tables.decode.given(wide=itemsize == 4, quantized_cache=scales != "none")
+        self._decode_table = tables.decode.given(**facts)
         self._tunings = self._decode_table.uses
         self.decodes = [self._cut_decode(tuning, itemsize, alike) for tuning in self._tunings]
         self.prefill_constants = [
@@ -142,7 +143,7 @@ class TritonAttention(AttentionBackend):
             "BLOCK_D": block_d,
             "ROWS": max(1, 1024 // block_d),
         }
-        self._prefill = [Launcher(prefill_attention, tiles.num_stages) for tiles in self.prefill_tiles]
+        self._prefill = [Launcher(prefill_attention, tiles.num_stages, tiles.options) for tiles in self.prefill_tiles]
         self._prefill_arguments = [
             [in_order(prefill_attention, {**constants, "STAGES": n + 1}) for n in range(constants["STAGES"])]
             for constants in self.prefill_constants
@@ -173,7 +174,7 @@ class TritonAttention(AttentionBackend):
             "STAGES": tiles.num_stages,
         }
         arguments = {scan: in_order(decode_attention, {**constants, "SCAN": scan}) for scan in map(scan_size, SCANNED)}
-        launcher = Launcher(decode_attention, tiles.num_stages)
+        launcher = Launcher(decode_attention, tiles.num_stages, tiles.options)
         return _Decode(tuning, splits, head_blocks, constants, launcher, arguments)
 
     @classmethod

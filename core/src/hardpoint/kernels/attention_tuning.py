@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-from hardpoint.kernels.tables import Rule, Table, table_of
+from hardpoint.kernels.tables import NO_OPTIONS, Options, Rule, Table, table_of
 from hardpoint_plugin_api import BuildContext
 
 
@@ -18,6 +18,7 @@ class Tiles:
     key_bytes: int
     num_warps: int
     num_stages: int
+    options: Options = NO_OPTIONS
 
     def num_keys(self, block_d: int, itemsize: int) -> int:
         """Keys of one tile."""
@@ -90,7 +91,7 @@ class Tables(NamedTuple):
 
 
 _DECODE_FACTS: Mapping[str, type] = {"wide": bool, "quantized_cache": bool, "decodes": int}
-_PREFILL_FACTS: Mapping[str, type] = {"wide": bool}
+_PREFILL_FACTS: Mapping[str, type] = {"wide": bool, "quantized_cache": bool}
 
 DECODE = DecodeTuning(256, 128, Tiles(rows=32, key_bytes=16384, num_warps=4, num_stages=3))
 WIDE_DECODE = DecodeTuning(256, 128, Tiles(rows=32, key_bytes=8192, num_warps=4, num_stages=3))
@@ -106,12 +107,12 @@ WIDE_PREFILL = PrefillTuning(256, (Tiles(rows=32, key_bytes=8192, num_warps=8, n
 """The base of what is tried; the tables' rules for devices that nobody measured say the same."""
 
 
-def _decode(programs: int = 256, min_chunk: int = 128, **changes: int) -> Tables:
+def _decode(programs: int = 256, min_chunk: int = 128, **changes: Any) -> Tables:
     tuning = DecodeTuning(programs, min_chunk, replace(DECODE.tiles, **changes))
     return Tables.fixed(tuning, PREFILL, WIDE_DECODE, WIDE_PREFILL)
 
 
-def _prefill(rows: int, **changes: int) -> Tables:
+def _prefill(rows: int, **changes: Any) -> Tables:
     tiles = next(tiles for tiles in PREFILL.tiles if tiles.rows == rows)
     tuning = PrefillTuning(256, (replace(tiles, **changes),))
     return Tables.fixed(DECODE, tuning, WIDE_DECODE, WIDE_PREFILL)

@@ -17,7 +17,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hardpoint.experts.middle import unsupported_activation
-from hardpoint.kernels.experts_tiling import LayerShape, Tiling, TilingTable
+from hardpoint.kernels.experts_tiling import LayerShape, MatmulShape, Tiling, TilingTable
 from hardpoint.kernels.grouped_matmul import expert_tiles
 from hardpoint.kernels.launch import begun, in_stages_that_fit
 from hardpoint.kernels.paired_experts import BatchedPairs, PairedExperts, Pairs
@@ -171,7 +171,7 @@ class TritonGroupedExperts(PairedExperts[Tiling]):
             )
             kind = form, x.dtype, rows, shape, is_first, described, x.device
             grid = (pair_list.tiles * triton.cdiv(columns, shape.columns),)
-            in_stages_that_fit(kind, shape.num_stages, partial(_launch, grid, shape.num_warps, x, arguments))
+            in_stages_that_fit(kind, shape.num_stages, partial(_launch, grid, shape, x, arguments))
 
     def _description(self, weight: torch.Tensor, columns: int, depth: int) -> TensorDescriptor:
         """All experts' rows as one matrix, read in blocks. It is not kept, since it would keep the weight."""
@@ -185,8 +185,8 @@ class TritonBatchedExperts(BatchedPairs):
     kind = TritonGroupedExperts
 
 
-def _launch(grid: tuple[int], num_warps: int, x: torch.Tensor, arguments: tuple[Any, ...], num_stages: int) -> None:
-    expert_tiles[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **begun(x))
+def _launch(grid: tuple[int], shape: MatmulShape, x: torch.Tensor, arguments: tuple[Any, ...], num_stages: int) -> None:
+    expert_tiles[grid](*arguments, num_warps=shape.num_warps, num_stages=num_stages, **shape.options, **begun(x))
 
 
 def _as_read(scales: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""In what tiles the experts' matmuls run: as measured for one device and shape, or else by rule.
+"""In what tiles the experts' matmuls run: as measured for one device and shape, or else by the table ``experts``.
 
 Measured tilings stand in JSON files in the folders of tuning tables (tables.py); the first folder that has such a file
 counts: one for each number of experts, width, device and element of weights,
@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass, replace
+from functools import cache, lru_cache
 from pathlib import Path
 
-from hardpoint.kernels.tables import FOLDER, checked
+from hardpoint.kernels.tables import FOLDER, NO_OPTIONS, Options, Table, checked, table, table_of
 from hardpoint.logs import log_once
 from hardpoint_plugin_api import BuildContext, ConfigError
 
@@ -36,6 +36,7 @@ class MatmulShape:
     num_warps: int
     num_stages: int
     described: bool = False
+    options: Options = NO_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -66,37 +67,62 @@ class LayerShape:
     by_round: bool = False
 
 
-def by_rule(pairs: int, layer: LayerShape) -> Tiling:
-    """Tiles about as high as an expert has rows on average."""
-    rows_each = pairs / layer.experts
-    return of_height(next((rows for rows in HEIGHTS if rows_each <= 1.5 * rows), HEIGHTS[-1]), pairs, layer)
+@dataclass(frozen=True)
+class TilingRule:
+    """A tiling as the tuning table ``experts`` says it.
 
+    Where ``least_columns`` is not 0 and a matmul has few programs, its tiles are narrowed, down to as many columns.
+    """
 
-def of_height(rows: int, pairs: int, layer: LayerShape) -> Tiling:
-    """Tiles of ``rows``. Where there are few of them they are narrow, so that there are enough."""
-    if layer.itemsize == 4:
-        shape = MatmulShape(32, 32, 4, 2)
-        return Tiling(min(rows, 32), shape, shape)
-    if rows == 16 and layer.element == "float4_e2m1":  # measured on an H100, docs/measurements/h100.md
-        shape = MatmulShape(64, 128, 4, 3)  # of 8 warps, some would have no product of 16 by 16
-        return Tiling(rows, shape, shape)
-    if rows == 16:
+    rows: int
+    w13: MatmulShape
+    w2: MatmulShape
+    least_columns: int = 0
+
+    def tiling(self, pairs: int, layer: LayerShape) -> Tiling:
+        """The tiling for a step of so many pairs."""
         active = min(pairs, layer.experts)
-        widths = (layer.width, layer.hidden)
-        return Tiling(rows, *(MatmulShape(_columns_of_few(active, n), 128, 4, 4) for n in widths))
-    if rows == 32:
-        return Tiling(rows, MatmulShape(64, 64, 4, 4), MatmulShape(128, 64, 4, 4))
-    columns = 64 if layer.by_round else 128
-    num_warps = rows // 16
-    return Tiling(rows, MatmulShape(columns, 64, num_warps, 4), MatmulShape(2 * columns, 64, num_warps, 4))
+        shapes = ((self.w13, layer.width), (self.w2, layer.hidden))
+        return Tiling(self.rows, *(self._narrowed(shape, active * columns) for shape, columns in shapes))
+
+    def _narrowed(self, shape: MatmulShape, columns_of_all: int) -> MatmulShape:
+        columns = shape.columns
+        while 0 < self.least_columns < columns and columns_of_all < columns * _ENOUGH_PROGRAMS:
+            columns //= 2
+        return shape if columns == shape.columns else replace(shape, columns=columns)
 
 
 _ENOUGH_PROGRAMS = 256
 """So many keep large devices busy with what is read once."""
 
+RuleTable = Table[TilingRule]
 
-def _columns_of_few(active: int, columns: int) -> int:
-    return next((n for n in (64, 32) if active * columns >= n * _ENOUGH_PROGRAMS), 16)
+_FACTS: Mapping[str, type] = {"rows": int, "itemsize": int, "element": str, "by_round": bool}
+
+
+def rule_table(ctx: BuildContext) -> RuleTable:
+    """The tuning table of the context's device. Raises ConfigError for a file that is not right."""
+    found = table_of(ctx, "experts", TilingRule, _FACTS)
+    if high := [rule.use.rows for rule in found.rules if rule.use.rows > HEIGHTS[-1]]:
+        raise ConfigError(f"tuning table experts: tiles may have {HEIGHTS[-1]} rows at most, got {high[0]}")
+    return found
+
+
+@cache
+def _portable_rules() -> RuleTable:
+    return table("experts", TilingRule, tuple(_FACTS.items()))
+
+
+def by_rule(pairs: int, layer: LayerShape, rules: RuleTable | None = None) -> Tiling:
+    """Tiles about as high as an expert has rows on average. ``rules`` are a device's, by default core's."""
+    return of_height(-(-pairs // layer.experts), pairs, layer, rules)
+
+
+def of_height(rows: int, pairs: int, layer: LayerShape, rules: RuleTable | None = None) -> Tiling:
+    """The tiles of steps in which an expert has ``rows`` rows on average."""
+    known = rules or _portable_rules()
+    found = known.find(rows=rows, itemsize=layer.itemsize, element=layer.element, by_round=layer.by_round)
+    return found.tiling(pairs, layer)
 
 
 class TilingTable:
@@ -107,8 +133,8 @@ class TilingTable:
 
     most_rows = HEIGHTS[-1]
 
-    def __init__(self, tuned: Mapping[int, Tiling], layer: LayerShape) -> None:
-        self._tuned, self._layer = dict(sorted(tuned.items())), layer
+    def __init__(self, tuned: Mapping[int, Tiling], layer: LayerShape, rules: RuleTable | None = None) -> None:
+        self._tuned, self._layer, self._rules = dict(sorted(tuned.items())), layer, rules
         self._known: dict[int, Tiling] = {}
 
     @classmethod
@@ -125,13 +151,13 @@ class TilingTable:
                 "which hardpoint tune experts does"
             )
             log_once(logger, logging.INFO, name, message, scope=ctx.resources)
-        return cls({} if path is None else read(path), layer)
+        return cls({} if path is None else read(path), layer, rule_table(ctx))
 
     def of_pairs(self, pairs: int) -> Tiling:
         """The tiling for a step of so many pairs."""
         if pairs not in self._known:
             nearest = min(self._tuned, key=lambda n: max(n / pairs, pairs / n), default=None)
-            self._known[pairs] = by_rule(pairs, self._layer) if nearest is None else self._tuned[nearest]
+            self._known[pairs] = by_rule(pairs, self._layer, self._rules) if nearest is None else self._tuned[nearest]
         return self._known[pairs]
 
 

@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from hardpoint.context import Context
 from hardpoint.kernels.experts import TritonGroupedExperts
-from hardpoint.kernels.experts_tiling import HEIGHTS, MatmulShape, Tiling, by_rule, of_height
+from hardpoint.kernels.experts_tiling import HEIGHTS, MatmulShape, Tiling, by_rule, of_height, rule_table
 from hardpoint_plugin_api import ExpertsCall, ExpertsWorkload, Platform, PlatformError
 
 _CHOICES = {
@@ -117,7 +117,8 @@ class Tuner:
     def tune(self, tokens: int, tried: Callable[[], None] = lambda: None) -> Measured:
         """Measure steps of ``tokens``; ``tried`` is called after each measurement."""
         pairs, steps = tokens * self.top_k, self._layer.steps(tokens, _RECORDED)
-        rule = by_rule(pairs, self.shape)
+        rules = rule_table(self._layer.ctx)
+        rule = by_rule(pairs, self.shape, rules)
         known: dict[Tiling, float] = {}
 
         def measured(tiling: Tiling) -> float:
@@ -129,7 +130,7 @@ class Tuner:
         def announce(tilings: Sequence[Tiling]) -> None:
             self._compile_ahead(tokens, [tiling for tiling in dict.fromkeys(tilings) if tiling not in known])
 
-        starts = [of_height(rows, pairs, self.shape) for rows in heights(pairs / self.shape.experts)]
+        starts = [of_height(rows, pairs, self.shape, rules) for rows in heights(pairs / self.shape.experts)]
         starts += [narrower(start) for start in starts]
         starts += [described(start) for start in starts]
         announce([rule, *starts])

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from hardpoint.kernels.gemv import Scales
-from hardpoint.kernels.launch import begun, prefetch
-from hardpoint.kernels.tables import Table, table, table_of
+from hardpoint.kernels.launch import begun, in_stages_that_fit, prefetch
+from hardpoint.kernels.tables import NO_OPTIONS, Options, Table, table, table_of
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason
 
 _MOST_PLAIN_ELEMENTS = 1 << 26
@@ -46,6 +46,7 @@ class GemmConfiguration:
     turned: bool = False
     parts: int = 1
     apart: bool = True
+    options: Options = NO_OPTIONS
 
 
 GemmTable = Table[GemmConfiguration]
@@ -104,37 +105,42 @@ def gemm(
     )
     turned, parts = (False, 1) if groups else (cut.turned, cut.parts if k % cut.parts == 0 else 1)
     tiles = triton.cdiv(num_rows, cut.block_m), triton.cdiv(n, cut.block_n)
-    _gemm[tiles if turned else (tiles[0] * tiles[1],)](
-        x,
-        weight,
-        x_scales and x_scales.values,
-        weight_scales and weight_scales.values,
-        bias,
-        out,
-        num_rows,
-        n,
-        k // parts,
-        x.stride(0),
-        x.stride(1),
-        weight.stride(0),
-        x_scales.stride if x_scales else 0,
-        weight_scales.stride if weight_scales else 0,
-        X_GROUP=x_scales.group if x_scales else 0,
-        WEIGHT_TILE_ROWS=(weight_scales and weight_scales.tile_rows) or 1,
-        WEIGHT_GROUP=weight_scales.group if weight_scales else 0,
-        BLOCK_M=cut.block_m,
-        BLOCK_N=cut.block_n,
-        BLOCK_K=cut.block_k,
-        WHOLE=n % cut.block_n == 0 and k // parts % cut.block_k == 0,
-        TURNED=turned,
-        PARTS=parts,
-        APART=cut.apart,
-        TILES_TOGETHER=8,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
-        PREFETCH=prefetch(x),
-        **begun(x),
-    )
+
+    def launch(num_stages: int) -> None:
+        _gemm[tiles if turned else (tiles[0] * tiles[1],)](
+            x,
+            weight,
+            x_scales and x_scales.values,
+            weight_scales and weight_scales.values,
+            bias,
+            out,
+            num_rows,
+            n,
+            k // parts,
+            x.stride(0),
+            x.stride(1),
+            weight.stride(0),
+            x_scales.stride if x_scales else 0,
+            weight_scales.stride if weight_scales else 0,
+            X_GROUP=x_scales.group if x_scales else 0,
+            WEIGHT_TILE_ROWS=(weight_scales and weight_scales.tile_rows) or 1,
+            WEIGHT_GROUP=weight_scales.group if weight_scales else 0,
+            BLOCK_M=cut.block_m,
+            BLOCK_N=cut.block_n,
+            BLOCK_K=cut.block_k,
+            WHOLE=n % cut.block_n == 0 and k // parts % cut.block_k == 0,
+            TURNED=turned,
+            PARTS=parts,
+            APART=cut.apart,
+            TILES_TOGETHER=8,
+            num_warps=cut.num_warps,
+            num_stages=num_stages,
+            PREFETCH=prefetch(x),
+            **cut.options,
+            **begun(x),
+        )
+
+    in_stages_that_fit((cut, turned, parts, x.dtype, weight.dtype, x.device), cut.num_stages, launch)
     return out
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from hardpoint.kernels.launch import begun
-from hardpoint.kernels.tables import Table, table, table_of
+from hardpoint.kernels.tables import NO_OPTIONS, Options, Table, table, table_of
 from hardpoint_plugin_api import BuildContext, LinearCall, LinearKernel, LinearWorkload
 
 _READ_BYTES = 16
@@ -114,12 +114,18 @@ def _gemv(
 
 @dataclass(frozen=True)
 class GemvConfiguration:
-    """How a product is cut: the rows of x and of the weight that a program has, its warps, and reads ahead."""
+    """How a product is cut: the rows of x and of the weight that a program has, its warps, and reads ahead.
+
+    ``lanes`` are the threads of a warp, each of which reads 16 bytes of a row at a time: with fewer than the device
+    has, and one row of the weight, threads repeat each other's work.
+    """
 
     rows: int
     block_n: int
     num_warps: int
     unroll: int = 1
+    lanes: int = 32
+    options: Options = NO_OPTIONS
 
 
 GemvTable = Table[GemvConfiguration]
@@ -204,10 +210,11 @@ def gemv(
         ROWS=cut.rows,
         BLOCK_N=cut.block_n,
         VECTOR=_READ_BYTES // weight.element_size(),
-        VECTORS=32 * cut.num_warps,
+        VECTORS=cut.lanes * cut.num_warps,
         UNROLL=cut.unroll,
         num_warps=cut.num_warps,
         num_stages=1,
+        **cut.options,
         **begun(x),
     )
     return out

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from hardpoint.kernels.tables import Table, table, table_of
+from hardpoint.kernels.tables import NO_OPTIONS, Options, Table, table, table_of
 from hardpoint_plugin_api import BuildContext
 
 
@@ -28,6 +28,7 @@ class Int4Configuration:
     num_stages: int
     split: bool = False
     pieces: int = 1
+    options: Options = NO_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,15 @@ class Int4Tuning:
     split: bool = False
     most_pieces: int = 1
     programs: int = 200
+    options: Options = NO_OPTIONS
 
     def configuration(self, num_rows: int, n: int) -> Int4Configuration:
         """The cut for ``num_rows`` rows of x and a weight of ``n`` rows."""
         tiles, pieces = -(-num_rows // self.block_m) * -(-n // self.block_n), 1
         while pieces < self.most_pieces and tiles * pieces < self.programs:
             pieces *= 2
-        return Int4Configuration(self.block_m, self.block_n, self.num_warps, self.num_stages, self.split, pieces)
+        size = self.block_m, self.block_n, self.num_warps, self.num_stages
+        return Int4Configuration(*size, self.split, pieces, self.options)
 
 
 Int4Table = Table[Int4Tuning]

@@ -71,7 +71,7 @@ class _Cut:
     def of(cls, kernel: Any, tiles: Tiles, constants: Mapping[str, Any]) -> _Cut:
         stages = range(1, tiles.num_stages + 1)
         arguments = tuple(in_order(kernel, {**constants, "STAGES": stage}) for stage in stages)
-        return cls(tiles, Launcher(kernel, tiles.num_stages), constants, arguments)
+        return cls(tiles, Launcher(kernel, tiles.num_stages, tiles.options), constants, arguments)
 
 
 class TritonLatentAttention(LatentBackend):

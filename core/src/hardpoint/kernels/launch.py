@@ -101,11 +101,11 @@ class Launcher:
     At each launch Triton finds out from every argument which of a kernel's variants it needs: 10 microseconds for 7
     arguments, 50 for 42, in a prompt's every layer. The variant follows from dtypes, arguments that are None,
     constexprs, the values of specialised integers, the device, and the alignment of pointers. A caller knows in a few
-    numbers.
+    numbers. ``options`` are those of a tuning table.
     """
 
-    def __init__(self, kernel: Any, num_stages: int = 1) -> None:
-        self._kernel, self._num_stages = kernel, num_stages
+    def __init__(self, kernel: Any, num_stages: int = 1, options: Mapping[str, Any] | None = None) -> None:
+        self._kernel, self._options = kernel, {"num_stages": num_stages, **(options or {})}
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, key: Hashable, grid: tuple[int, int, int], num_warps: int, x: torch.Tensor, *args: Any) -> None:
@@ -118,7 +118,7 @@ class Launcher:
         if compiled is not None:
             compiled[grid](x, *args, None)  # it was compiled with what begins it
             return
-        compiled = self._kernel[grid](x, *args, num_warps=num_warps, num_stages=self._num_stages, **begun(x))
+        compiled = self._kernel[grid](x, *args, num_warps=num_warps, **self._options, **begun(x))
         # The interpreter returns nothing, and something else stands for a kernel that is still being compiled.
         if place is not None and compiled is not None and not getattr(compiled, "is_stand_in", False):
             self._compiled[place] = compiled

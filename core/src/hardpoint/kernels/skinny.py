@@ -24,10 +24,10 @@ import triton.language as tl
 
 from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.gemv import Scales
-from hardpoint.kernels.launch import begun
+from hardpoint.kernels.launch import begun, in_stages_that_fit
 from hardpoint.kernels.quantize import over
 from hardpoint.kernels.reading import read_inside
-from hardpoint.kernels.tables import Table, table, table_of
+from hardpoint.kernels.tables import NO_OPTIONS, Options, Table, table, table_of
 from hardpoint.numerics import largest
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason
 
@@ -52,6 +52,7 @@ class SkinnyConfiguration:
     num_stages: int
     steps: int = 1
     early: int = 0
+    options: Options = NO_OPTIONS
 
 
 SkinnyTable = Table[SkinnyConfiguration]
@@ -109,37 +110,42 @@ def skinny(
     grid = triton.cdiv(n, 8 * cut.weight_tiles), triton.cdiv(num_rows, 8 * cut.x_tiles)
     span = 32 if x_group % 64 or weight_group % 64 or not narrow else 64
     steps = 1 if x_group or weight_group else cut.steps
-    _skinny[grid](
-        x,
-        weight,
-        x_scales and x_scales.values,
-        weight_scales and weight_scales.values,
-        bias,
-        out,
-        num_rows,
-        n,
-        k,
-        x.stride(0),
-        x.stride(1),
-        weight.stride(0),
-        x_scales.stride if x_scales else 0,
-        weight_scales.stride if weight_scales else 0,
-        ROUND_X=round_x,
-        LARGEST=LARGEST.get(weight.dtype, 0.0),
-        X_GROUP=x_group,
-        WEIGHT_TILE_ROWS=(weight_scales and weight_scales.tile_rows) or 1,
-        WEIGHT_GROUP=weight_group,
-        SPAN=span,
-        STEPS=steps,
-        WHOLE=n % (8 * cut.weight_tiles) == 0 and k % (span * steps * cut.num_warps) == 0,
-        WARPS=cut.num_warps,
-        X_TILES=cut.x_tiles,
-        WEIGHT_TILES=cut.weight_tiles,
-        EARLY=min(cut.early, triton.cdiv(k, span * steps * cut.num_warps)),
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
-        **begun(x),
-    )
+
+    def launch(num_stages: int) -> None:
+        _skinny[grid](
+            x,
+            weight,
+            x_scales and x_scales.values,
+            weight_scales and weight_scales.values,
+            bias,
+            out,
+            num_rows,
+            n,
+            k,
+            x.stride(0),
+            x.stride(1),
+            weight.stride(0),
+            x_scales.stride if x_scales else 0,
+            weight_scales.stride if weight_scales else 0,
+            ROUND_X=round_x,
+            LARGEST=LARGEST.get(weight.dtype, 0.0),
+            X_GROUP=x_group,
+            WEIGHT_TILE_ROWS=(weight_scales and weight_scales.tile_rows) or 1,
+            WEIGHT_GROUP=weight_group,
+            SPAN=span,
+            STEPS=steps,
+            WHOLE=n % (8 * cut.weight_tiles) == 0 and k % (span * steps * cut.num_warps) == 0,
+            WARPS=cut.num_warps,
+            X_TILES=cut.x_tiles,
+            WEIGHT_TILES=cut.weight_tiles,
+            EARLY=min(cut.early, triton.cdiv(k, span * steps * cut.num_warps)),
+            num_warps=cut.num_warps,
+            num_stages=num_stages,
+            **cut.options,
+            **begun(x),
+        )
+
+    in_stages_that_fit((cut, span, steps, round_x, x.dtype, weight.dtype, x.device), cut.num_stages, launch)
     return out
 
 

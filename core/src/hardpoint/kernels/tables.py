@@ -13,7 +13,8 @@ A table is a TOML file, named after its kernel, of rules in order. The first who
 
 ``arch`` holds patterns of architectures, as in a manifest; left out, the rule is for any. ``when`` holds facts that a
 kernel names: what a fact equals, or a number's bounds (``min_``, ``max_``); left out, the rule always holds.
-``use`` holds the constants. ``measured_on`` and ``source``, of a rule or a file, say where they come from, and nothing
+``use`` holds the constants; ``options`` among them are passed on to Triton's compiler for the device, such as
+``{ waves_per_eu = 2 }``. ``measured_on`` and ``source``, of a rule or a file, say where they come from, and nothing
 reads them.
 
 Rules of the user's folder (--tuning-tables) come first, then those of the platform's plugin, which stand in the folder
@@ -42,6 +43,19 @@ Fact = int | bool | str
 _MOST_KNOWN = 4096
 _TEXTS = ("measured_on", "source")
 _KEYS = ("arch", "when", "use", *_TEXTS)
+
+
+class Options(dict[str, Fact]):
+    """Options of a launch that the device's Triton compiler knows, by their names there. They are never changed.
+
+    A launch with one that the compiler does not know raises KeyError, which names it.
+    """
+
+    def __hash__(self) -> int:  # type: ignore[override]  # constants that hold them are keys
+        return hash(frozenset(self.items()))
+
+
+NO_OPTIONS = Options()
 
 
 @dataclass(frozen=True)
@@ -169,6 +183,8 @@ def _checked(value: object, kind: Any, where: str) -> object:
             raise ConfigError(f"{where}: key {missing[0]!r} is missing")
         made = cast(type, kind)
         return made(**{key: _checked(each, hints[key], f"{where}.{key}") for key, each in data.items()})
+    if kind is Options:
+        return Options({key: _fact(each, f"{where}.{key}") for key, each in _object(value, where).items()})
     if get_origin(kind) is tuple:
         if not isinstance(value, list) or not value:
             raise ConfigError(f"{where} must be a list of one or more, got {value!r}")
@@ -177,6 +193,12 @@ def _checked(value: object, kind: Any, where: str) -> object:
         raise ConfigError(f"{where} must be of type {kind.__name__}, got {value!r}")
     if kind is int and cast(int, value) < 0:
         raise ConfigError(f"{where} must not be negative, got {value}")
+    return value
+
+
+def _fact(value: object, where: str) -> Fact:
+    if not isinstance(value, Fact):
+        raise ConfigError(f"{where} must be a number, true, false or a text, got {value!r}")
     return value
 
 

@@ -22,7 +22,7 @@ from hardpoint.kernels.four_bit_tiles import STEP, TILE_ROWS, FourBitTiles, unsu
 from hardpoint.kernels.launch import begun, in_stages_that_fit
 from hardpoint.kernels.pair_lists import PairList, pairs_of_tile
 from hardpoint.kernels.paired_experts import BatchedPairs, PairedExperts, Pairs
-from hardpoint.kernels.tables import table_of
+from hardpoint.kernels.tables import NO_OPTIONS, Options, table_of
 from hardpoint.kernels.tile_product import tile_product
 from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsWorkload, Reason
 from hardpoint_plugin_api.experts import MATRICES, expert_matrix
@@ -43,6 +43,7 @@ class ExpertTiles:
     num_warps: int
     num_stages: int
     split: bool = False
+    options: Options = NO_OPTIONS
 
 
 class TritonTiledExperts(PairedExperts[ExpertTiles]):
@@ -156,6 +157,7 @@ class TritonTiledExperts(PairedExperts[ExpertTiles]):
             STAGES=num_stages,
             num_warps=cut.num_warps,
             num_stages=num_stages,
+            **cut.options,
             **begun(x),
         )
 

@@ -149,6 +149,7 @@ def _product(
         STAGES=cut.num_stages,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
+        **cut.options,
         **begun(x),
     )
     if cut.pieces > 1:
