@@ -1,9 +1,10 @@
 """The Triton kernels that a platform's manifest contributes, compiled as they are launched for an absent device.
 
-``python -m tests.kernels.launched DEVICE [--few] [FAMILY[.OF]=NAME ...]`` calls each contribution of the device's
-plugin on tensors of the host: ops on their own cases, products and experts in each claimed format, attention over
-batches of several sizes. Launches are left out; each variant is compiled, by the compiler that Triton brings along, and
-a line of JSON says what came of it. Without names: all contributions. ``--few``: in bfloat16, few sizes.
+``python -m tests.kernels.launched DEVICE [--few] [--core-tables] [FAMILY[.OF]=NAME ...]`` calls each contribution of
+the device's plugin on tensors of the host: ops on their own cases, products and experts in each claimed format,
+attention over batches of several sizes. Launches are left out; each variant is compiled, by the compiler that Triton
+brings along, and a line of JSON says what came of it. Without names: all contributions. ``--few``: in bfloat16, few
+sizes. ``--core-tables``: in the tiles of core's tuning tables, without those of the device's plugin.
 
 It is a program, because the compiler may abort its process, take minutes, and must not meet the interpreter.
 """
@@ -22,6 +23,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from hardpoint.config import EngineConfig
@@ -50,17 +52,20 @@ from hardpoint_plugin_api import (
     Scale,
     Workload,
 )
-from tests.kernels.compiling import SHARED_KIB, _of_amdgcn, _of_cubin
+from tests.kernels import amdgcn
+from tests.kernels.compiling import SHARED_KIB, _of_cubin
 from tests.support.attention import Piece, PluginConfigOnly, run_backend
 from tests.support.specs import SPECS
 
 _DOT = re.compile(r"tt\.dot\b.*: tensor<([^>]+)> \* tensor<([^>]+)>")
-_MATRIX = re.compile(r"^\s+(?:@!?%p\d+\s+)?(?:v_mfma|v_wmma|wmma|mma\.|wgmma\.mma|tcgen05\.mma)", re.MULTILINE)
+_MATRIX = re.compile(r"^\s+(?:@!?%p\d+\s+)?(?:wmma|mma\.|wgmma\.mma|tcgen05\.mma)", re.MULTILINE)
 _BATCHES = (
     [Piece(1, 70)],
     [Piece(1, 300)] * 40 + [Piece(20, 50)],
     [Piece(1, 20)] * 200,
     [Piece(600, 600)],
+    [Piece(3000, 3000)],
+    [Piece(5000, 5000)],
 )
 _DTYPES = ("bfloat16", "float32")
 _SIZES = ((1024, 2048), (136, 512))
@@ -72,7 +77,7 @@ class Variant:
     """One compiled variant of a kernel: registers, bytes of scratch per thread, bytes of shared memory.
 
     ``dots`` are rows, columns and element types of its matrix products, ``matrix`` is the number of matrix
-    instructions.
+    instructions, ``waves`` those that fit a SIMD of an AMD GPU, ``constants`` its constexprs that are numbers.
     """
 
     contribution: str
@@ -84,6 +89,8 @@ class Variant:
     shared: int
     dots: tuple[str, ...]
     matrix: int
+    waves: float | None
+    constants: dict[str, Any]
 
 
 def target_of(device: DeviceInfo) -> GPUTarget:
@@ -102,6 +109,7 @@ class Recorder:
         self.now = ""
         self._binders: dict[Any, Any] = {}
         self._seen: set[Any] = set()
+        self._large: set[Any] = set()
 
     def install(self) -> None:
         """From now on this process launches nothing."""
@@ -119,41 +127,50 @@ class Recorder:
         kwargs = {**kwargs, "debug": False, "instrumentation_mode": ""}
         bound, specialization, options = self._binders[kernel](*args, **kwargs)
         key = (kernel, str(specialization), str(options), str([v for v in bound.values() if isinstance(v, str)]))
+        if key in self._large:
+            raise OutOfResources(0, self.most, "shared memory")
         if key in self._seen:
             return
         self._seen.add(key)
         parsed, signature, constexprs, attributes = kernel._pack_args(
             self.backend, kwargs, bound, specialization, options
         )
-        names = [parameter.name for parameter in kernel.params]
-        stages_at = (names.index("STAGES"),) if "STAGES" in names else None
-        num_stages = parsed.num_stages
         print(json.dumps({"began": f"{self.now}: {kernel.__name__} {signature} {constexprs}"}), flush=True)
-        while True:  # as in_stages_that_fit launches it
-            source = ASTSource(kernel, signature, constexprs, attributes)
-            chosen = {**parsed.__dict__, "num_stages": num_stages}
-            try:
-                with contextlib.redirect_stdout(sys.stderr):
-                    compiled = triton.compile(source, target=self.target, options=chosen)
-            except Exception as error:  # whatever the compiler raises is what is to be known
-                print(json.dumps({"failed": f"{self.now}: {kernel.__name__}: {error!r}"}), flush=True)
-                return
-            if compiled.metadata.shared <= self.most or num_stages == 1:
-                break
-            num_stages -= 1
-            if stages_at in constexprs:
-                constexprs = {**constexprs, stages_at: num_stages}
-        print(json.dumps(asdict(self._measured(kernel, compiled, parsed.num_warps, num_stages))), flush=True)
+        source = ASTSource(kernel, signature, constexprs, attributes)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                compiled = triton.compile(source, target=self.target, options=parsed.__dict__)
+        except Exception as error:  # whatever the compiler raises is what is to be known
+            print(json.dumps({"failed": f"{self.now}: {kernel.__name__}: {error!r}"}), flush=True)
+            return
+        if compiled.metadata.shared > self.most:  # as Triton does where it loads a kernel
+            self._large.add(key)
+            raise OutOfResources(compiled.metadata.shared, self.most, "shared memory")
+        print(json.dumps(asdict(self._measured(kernel, compiled, parsed, constexprs))), flush=True)
 
-    def _measured(self, kernel: Any, compiled: Any, num_warps: int, num_stages: int) -> Variant:
-        nvidia = self.target.backend == "cuda"
-        assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
-        found = _of_cubin(compiled.asm["cubin"]) if nvidia else _of_amdgcn(assembly)
+    def _measured(self, kernel: Any, compiled: Any, options: Any, constexprs: Mapping[Any, Any]) -> Variant:
+        shared, waves = compiled.metadata.shared, None
+        if self.target.backend == "cuda":
+            found = _of_cubin(compiled.asm["cubin"])
+            number = len(_MATRIX.findall(compiled.asm["ptx"]))
+        else:
+            read = amdgcn.Assembly.of(compiled.asm["amdgcn"])
+            found, number = {"registers": read.registers, "spilled": read.scratch}, sum(read.matrix.values())
+            waves = amdgcn.waves(self.target.arch, read.registers, options.num_warps, shared)
         operands = [(a.split("x"), b.split("x")) for a, b in _DOT.findall(compiled.asm["ttir"])]
         dots = tuple(sorted({f"{a[-3]}x{b[-2]} {a[-1]}" for a, b in operands}))
-        shared, matrix = compiled.metadata.shared, len(_MATRIX.findall(assembly))
+        constants = {kernel.params[at[0]].name: value for at, value in constexprs.items() if isinstance(value, int)}
         return Variant(
-            self.now, kernel.__name__, num_warps, num_stages, shared=shared, dots=dots, matrix=matrix, **found
+            self.now,
+            kernel.__name__,
+            options.num_warps,
+            options.num_stages,
+            shared=shared,
+            dots=dots,
+            matrix=number,
+            waves=waves,
+            constants=constants,
+            **found,
         )
 
 
@@ -172,11 +189,15 @@ def specs_for(device: DeviceInfo) -> Iterator[tuple[QuantSpec, QuantSpec | None]
 class Caller:
     """Calls a device's contributions, each as an engine would, on the host."""
 
-    def __init__(self, preset: str, few: bool) -> None:
+    def __init__(self, preset: str, few: bool, core_tables: bool = False) -> None:
         self.plugins = discover()
+        if core_tables:
+            for record in self.plugins.records:
+                record.folder = None
         self._dtypes = _DTYPES[:1] if few else _DTYPES
         self._sizes = _SIZES[:1] if few else _SIZES
         self._tokens = (1, 16, 512) if few else (1, 2, 3, 8, 9, 16, 17, 32, 64, 128, 512)
+        self.expert_tokens: tuple[int, ...] = (1, 16, 64, 512, 4096)
         self.device = self.plugins.devices()[preset]
         self.recorder = Recorder(self.device)
         blueprint = draw(EngineConfig.create(model="demo"), preset)
@@ -270,7 +291,7 @@ class Caller:
                 one = {"weight": plain.bfloat16()} if pair[0].is_plain else quantize_weight(plain, pair[0])
                 slots |= {f"{name}.{slot}": torch.stack([x] * count) for slot, x in one.items()}
             packed = kernel.prepack(slots)
-            for tokens in (1, 16, 64, 512, 4096):
+            for tokens in self.expert_tokens:
                 x, ids = torch.randn(tokens, hidden).bfloat16(), torch.randint(0, count, (tokens, top_k)).int()
                 space = torch.zeros(kernel.workspace_bytes(count * tokens), dtype=torch.uint8)
                 if target.format == "batched":
@@ -313,8 +334,8 @@ def main(preset: str, names: list[str]) -> None:
     """Compile what the device's plugin contributes, or what is named, and print a line for each variant."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    caller = Caller(preset, "--few" in names)
-    names = [name for name in names if name != "--few"]
+    caller = Caller(preset, "--few" in names, "--core-tables" in names)
+    names = [name for name in names if not name.startswith("--")]
     if caller.device.arch.startswith("sm_") and int(caller.device.arch[3:]) >= 90:
         from hardpoint_cuda.overlapped import OVERLAP
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,8 +31,17 @@ from hardpoint.ops.error_model import compare
 from hardpoint.ops.judge import judge_call
 from hardpoint.plugin_host import discover
 from hardpoint.reference.experts import ReferenceExperts
-from hardpoint_plugin_api import ConfigError, ExpertsCall, ExpertsKernel, ExpertsWorkload, QuantSpec, Scale
+from hardpoint_plugin_api import (
+    BuildContext,
+    ConfigError,
+    ExpertsCall,
+    ExpertsKernel,
+    ExpertsWorkload,
+    QuantSpec,
+    Scale,
+)
 from tests.kernels.compiling import SHARED_KIB, TARGETS, Compiled, Job, compile_in_stages_that_fit, compile_kernels
+from tests.support.attention import PluginConfigOnly
 from tests.support.specs import SPECS
 
 ROW: Row = {
@@ -514,6 +523,18 @@ def test_quantized_forms_compile(form: str) -> None:
         for gated in (True, False)
     ]
     assert not [compiled for compiled in compile_kernels(jobs) if compiled.spilled]
+
+
+def test_nvfp4_compiles_for_rdna() -> None:
+    """In the tiles of the ROCm plugin's table. In core's, Triton 3.7.1 fails at the layouts of WMMA."""
+    device = discover().devices()["rx9070xt"]
+    ctx = PluginConfigOnly({}, device=device, tuning_folders=discover().tuning_folders("rocm"))
+    layer = replace(QWEN3, element="float4_e2m1", by_round=True)
+    tiling = experts_tiling.by_rule(256, layer, experts_tiling.rule_table(cast(BuildContext, ctx)))
+    jobs = [tile_job(device.arch, tiling, gated=gated, **FORMS["nvfp4"]) for gated in (True, False)]
+    for compiled in compile_kernels(jobs):
+        assert not compiled.spilled, compiled
+        assert uses(compiled, "v_wmma"), compiled
 
 
 def uses(compiled: Compiled, mnemonic: str) -> bool:

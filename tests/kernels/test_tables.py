@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -12,14 +13,16 @@ import pytest
 import torch
 
 from hardpoint.conformance.site import Site
-from hardpoint.kernels import gemv, weight_only
+from hardpoint.kernels import gemm, gemv, tiled_experts, weight_only
 from hardpoint.kernels.attention import TritonAttention, TritonQuantizedCacheAttention
 from hardpoint.kernels.attention_tuning import Tiles
+from hardpoint.kernels.experts_tiling import rule_table
 from hardpoint.kernels.gemm import GemmConfiguration, TritonGemm, gemm_configuration, gemm_table
 from hardpoint.kernels.gemv import GemvConfiguration, gemv_configuration, gemv_table
 from hardpoint.kernels.int4_tuning import Int4Configuration, int4_configuration, int4_table
 from hardpoint.kernels.skinny import SkinnyConfiguration, skinny_configuration, skinny_table
-from hardpoint.kernels.tables import FOLDER, Table, table
+from hardpoint.kernels.tables import FOLDER, Options, Table, table, table_of
+from hardpoint.kernels.tiled_experts import ExpertTiles
 from hardpoint.numerics import quantize_weight
 from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import (
@@ -34,7 +37,8 @@ from hardpoint_plugin_api import (
 )
 from tests.support.attention import ANY_DEVICE, PluginConfigOnly
 
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "xe2", "none")
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "xe2", "none")
+AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ def test_shipped_tables_name_their_source() -> None:
     root = Path(__file__).resolve().parents[2]
     shipped = [folder for name in ("cuda", "rocm") for folder in discover().tuning_folders(name)]
     paths = [path for folder in (FOLDER, *shipped) for path in folder.glob("*.toml")]
-    assert len(paths) == 13
+    assert len(paths) == 23
     for path in paths:
         table = tomllib.loads(path.read_text())
         for said in (table, *table["rule"]):
@@ -156,22 +160,72 @@ def test_shipped_tables_name_their_source() -> None:
             assert "source" not in said or (root / said["source"]).is_file(), path
 
 
-@pytest.mark.parametrize(("arch", "x_tiles"), [("gfx90a", 2), ("gfx942", 2), ("gfx950", 2), ("sm_90", 1)])
-def test_few_rows_fill_the_matrix_units(arch: str, x_tiles: int) -> None:
-    """Tiles are 8 rows: CDNA's matrix units take 16 or more, NVIDIA's 8."""
-    assert skinny_configuration(4, 4096, 2, 1, skinny_table(context_of(arch))).x_tiles == x_tiles
+def test_options_of_the_compiler_reach_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they stand in the table, and hashed with the constants that hold them."""
+    (tmp_path / "gemm.toml").write_text(
+        f"{RULE}use = {{ block_m = 16, block_n = 16, block_k = 32, num_warps = 1, num_stages = 1, "
+        'options = { waves_per_eu = 2, schedule_hint = "none", fast = true } }\n'
+    )
+    ctx = cast(BuildContext, PluginConfigOnly({}, tuning_folders=(tmp_path,)))
+    (cut,) = gemm_table(ctx).uses
+    assert cut.options == {"waves_per_eu": 2, "schedule_hint": "none", "fast": True}
+    assert hash(cut) != hash(replace(cut, options=Options(waves_per_eu=3)))
+    launched = dict[str, object]()
+
+    class Noted:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *args, **kwargs: launched.update(kwargs)
+
+    monkeypatch.setattr(gemm, "_gemm", Noted())
+    TritonGemm(ctx, LinearWorkload()).apply(LinearCall(torch.ones(4, 64), {"weight": torch.ones(48, 64)}, None))
+    assert launched.items() >= {"num_warps": 1, **cut.options}.items()
+
+
+@pytest.mark.parametrize("value", ["[1]", "{ a = 1 }", "1.5"])
+def test_options_that_are_no_options_are_named(tmp_path: Path, value: str) -> None:
+    tiles = "rows = 16, key_bytes = 8192, num_warps = 4, num_stages = 1"
+    rule = f"use = {{ programs = 256, tiles = [{{ {tiles}, options = {{ waves_per_eu = {value} }} }}] }}\n"
+    (tmp_path / "attention_prefill.toml").write_text(RULE + rule)
+    ctx = cast(BuildContext, PluginConfigOnly({}, tuning_folders=(tmp_path,)))
+    with pytest.raises(ConfigError, match=r"use\.tiles\[0\]\.options\.waves_per_eu must be a number, true, false or"):
+        TritonAttention(ctx, SPEC)
+
+
+@pytest.mark.parametrize("arch", AMD)
+def test_tiles_fill_the_matrix_units_of_amd(arch: str) -> None:
+    """MFMA and WMMA take 16 rows; of fewer, Triton multiplies number by number. Tiles of ``_skinny`` are 8 rows."""
+    ctx = context_of(arch)
+    skinny, experts4 = skinny_table(ctx), table_of(ctx, "experts_int4", ExpertTiles, tiled_experts._FACTS)
+    experts = rule_table(ctx)
+    for rows in (1, 2, 8, 9, 16, 33, 200, 4096):
+        for n in WIDTHS:
+            cut = gemm_configuration(rows, n, 1, cuts=gemm_table(ctx))
+            assert min(cut.block_m, cut.block_n) >= 16
+            assert not cut.turned
+            assert int4_configuration(rows, n, 2, int4_table(ctx)).block_m >= 16
+            if arch.startswith("gfx9"):  # others are offered none
+                assert skinny_configuration(rows, n, 1, 1, skinny).x_tiles >= 2
+        assert experts4.find(rows=rows, pairs=8 * rows, itemsize=2).rows >= 16
+        assert experts.find(rows=rows, itemsize=2, element="float4_e2m1", by_round=True).rows >= 16
+
+
+@pytest.mark.parametrize("arch", AMD)
+def test_lanes_of_a_warp_are_those_of_the_device(arch: str) -> None:
+    cuts = gemv_table(context_of(arch))
+    lanes = {gemv_configuration(*key, cuts).lanes for key in product(ROWS, WIDTHS, (16, 1024, 4096, 28672))}
+    assert lanes == ({64} if arch.startswith("gfx9") else {32})
 
 
 # Frozen: what kernels were cut to before tables were files.
 
 SPEC = AttentionSpec(32, 8, 128, 0.1, "bfloat16", "bfloat16", 16)
-PLATFORM_TABLES = {name: discover().tuning_folders(name) for name in ("cuda", "rocm")}
+PLATFORM_TABLES: dict[str, Sequence[Path]] = {name: discover().tuning_folders(name) for name in ("cuda", "rocm")}
 LARGE_MEMORY = {"sm_80", "sm_90", "sm_100", "sm_103"}
 DECODES = (1, 2, 16, 31, 32, 33, 64, 127, 128, 129, 256, 511, 512, 513, 2048)
 
 
 def context_of(arch: str) -> BuildContext:
-    folders = PLATFORM_TABLES["cuda" if arch.startswith("sm_") else "rocm"]
+    folders = PLATFORM_TABLES.get({"sm": "cuda", "gf": "rocm"}.get(arch[:2], ""), ())
     return cast(BuildContext, PluginConfigOnly({}, device=replace(ANY_DEVICE, arch=arch), tuning_folders=folders))
 
 
@@ -292,8 +346,7 @@ def test_products_of_few_rows_are_cut_as_before() -> None:
         expected = old_skinny_tiles(rows, n, x_itemsize, itemsize)
         assert skinny_configuration(rows, n, x_itemsize, itemsize) == expected
         for arch in ARCHS:
-            if not arch.startswith("gfx"):  # which have rules of their own
-                assert skinny_configuration(rows, n, x_itemsize, itemsize, skinny_table(context_of(arch))) == expected
+            assert skinny_configuration(rows, n, x_itemsize, itemsize, skinny_table(context_of(arch))) == expected
 
 
 def old_gemv_cut(rows: int, n: int, row_bytes: int) -> GemvConfiguration:
@@ -329,7 +382,7 @@ def test_products_of_single_rows_and_4_bits_are_cut_as_before() -> None:
         for row_bytes in (16, 1008, 1024, 2032, 2048, 4080, 4096, 28672):
             expected = old_gemv_cut(rows, n, row_bytes)
             assert gemv_configuration(rows, n, row_bytes) == expected
-            assert gemv_configuration(rows, n, row_bytes, gemv_table(context_of("gfx942"))) == expected
+            assert gemv_configuration(rows, n, row_bytes, gemv_table(context_of("sm_90"))) == expected
         for itemsize in (2, 4):
             wanted = old_int4_tiles(rows, n, itemsize)
             assert int4_configuration(rows, n, itemsize) == wanted
