@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.remote.sharing_replicas import SharingReplicas
-from hardpoint_plugin_api import EngineDeadError, EngineError
+from hardpoint_plugin_api import EngineDeadError, EngineError, HardpointError
 from tests.support import two_hosts
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm, until
+from tests.support.processes import engine_processes, is_gone
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 NIGHTLY = pytest.mark.nightly
@@ -188,9 +190,31 @@ def test_two_servers_share_experts(mixture: tuple[Path, PreTrainedModel]) -> Non
 
 
 @NIGHTLY
+def test_a_core_of_another_server_that_is_killed(mixture: tuple[Path, PreTrainedModel]) -> None:
+    before = set(engine_processes(os.getpid()))
+    first, second = servers(mixture[0])
+    started = [pid for pid in engine_processes(os.getpid()) if pid not in before]
+    stream = first.stream([5], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    next(stream)
+    assert isinstance(second.client, SharingReplicas)
+    os.kill(second.client._cores[0].facts.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="replica 0: replica 1 is gone, with which this one shares experts"):
+        list(stream)
+    with pytest.raises(EngineDeadError, match=r"replica 1: the .* was ended by SIGKILL"):
+        second.generate(PROMPTS)
+    until(lambda: all(map(is_gone, started)))
+    for llm in (first, second):
+        llm.close()
+
+
+@NIGHTLY
 def test_a_server_that_does_not_come(mixture: tuple[Path, PreTrainedModel]) -> None:
     given: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True, "core_start_timeout": 8}
     given |= {"data_parallel_address": "127.0.0.1", "data_parallel_rpc_port": free_port()}
-    for number in (0, 1):
-        with pytest.raises((EngineError, EngineDeadError), match=r"--core-start-timeout"):
+    missing = [
+        "replica 1, with which this one shares experts, did not come within 8 seconds",
+        rf"the store at 127\.0\.0\.1:{given['data_parallel_rpc_port']}, where ranks meet, was not reached within 8 s",
+    ]
+    for number, said in enumerate(missing):
+        with pytest.raises(HardpointError, match=said):
             small_llm(mixture[0], data_parallel_rank=number, **given)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.test_states import HYBRID
 from tests.out_of_tree.build import install
+from tests.support import two_hosts
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 
 PROGRAM = """
@@ -38,6 +39,8 @@ with LLM(
         except EngineDeadError as error:
             print(error, flush=True)
 print(f"the end of rank {rank}", flush=True)
+if sys.argv[3] == "kill":  # torchrun waits five minutes for a node that failed where another's script ends well
+    sys.exit(1)
 """
 
 
@@ -93,3 +96,29 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
     assert end == "the end of rank 0"
     assert done.returncode == 1
     assert "Signal 9 (SIGKILL) received by PID" in done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("end", ["close", "kill"])
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_hosts(size: str, end: str, tmp_path: Path) -> None:
+    """A rank on each; that of the second is killed while the first gets tokens."""
+    if not two_hosts.can_be_made():
+        pytest.skip("this machine lets no user make network namespaces")
+    model = write_checkpoint(tmp_path, "llama", max_position_embeddings=16384)
+    prompts, script = random_prompts(3, 30, seed=1), tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    given = [str(script), str(tmp_path), json.dumps(prompts), end, json.dumps({size: 2})]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "10", "--nproc-per-node", "1"]
+    launcher += ["--nnodes", "2", "--master-addr", two_hosts.ADDRESSES[0], "--master-port", "29500", "--node-rank"]
+    commands = [[*launcher, str(node), *given] for node in (0, 1)]
+    first, second = two_hosts.run_on_two_hosts(commands, tmp_path, {"OMP_NUM_THREADS": "1"}, 240)
+    tokens, *others = first.stdout.splitlines()
+    for prompt, found in zip(prompts, json.loads(tokens), strict=True):
+        check_tokens_equal(model, prompt, found)
+    assert others[-1] == "the end of rank 0"
+    if end == "close":
+        assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    else:
+        assert others[0].startswith("rank 1's process has ended: torchrun's report"), others
+        assert (first.returncode, second.returncode) == (1, 1)

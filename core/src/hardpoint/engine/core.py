@@ -430,7 +430,7 @@ def start_executor(blueprint: Blueprint, model: Model | None = None) -> Executor
     if blueprint.config.topology.shares_experts:
         from hardpoint.engine.execution.ranks.lock_step import LockStepExecutor
 
-        return LockStepExecutor(blueprint.config, _start_own(blueprint))
+        return LockStepExecutor(blueprint.config, lambda: _start_own(blueprint))
     return _start_own(blueprint, model)
 
 

@@ -11,7 +11,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.control import R, Verb
 from hardpoint.engine.execution.executor import Executor, Pending
 from hardpoint.engine.execution.graphs.shapes import captured_tokens
-from hardpoint.engine.execution.ranks.meeting import meet
+from hardpoint.engine.execution.ranks.meeting import meet, serve_store
 from hardpoint.engine.execution.ranks.rounds import CANNOT_GO_ON, Rounds, Share, captured_by_all
 from hardpoint.engine.scheduling.step import StepInput, StepOutput
 from hardpoint_plugin_api import EngineDeadError
@@ -25,21 +25,26 @@ _REASON_SECONDS = 5.0
 
 
 class LockStepExecutor:
-    """An Executor over the ranks of this replica, ``ranks``, which submits a step once all replicas have one."""
+    """An Executor over the ranks of this replica, which submits a step once all replicas have one."""
 
-    def __init__(self, config: EngineConfig, ranks: Executor) -> None:
-        """Meet the other replicas, whose ranks have met these. Raises EngineDeadError where one does not come."""
-        self._ranks, topology = ranks, config.topology
+    def __init__(self, config: EngineConfig, start: Callable[[], Executor]) -> None:
+        """Meet the other replicas, and ``start`` the ranks of this one, which meet theirs.
+
+        Raises EngineDeadError, before anything is loaded, where a replica does not come; and what ``start`` raises.
+        """
+        topology = config.topology
         self._is_launched = config.executor_kind == "torchrun"
-        assert ranks.facts.limits.max_requests is not None
-        # The slot behind all requests' is that of padding, see Runner.
-        self._empty = StepInput.empty(ranks.facts.limits.max_requests, len(ranks.facts.geometry.retentions))
+        self._served = serve_store(config)
+        elsewhere = [n for n in range(topology.data) if topology.here is not None and n not in topology.here]
+        self._rounds = Rounds(topology.replica, meet(config), float(config.step_timeout), elsewhere)
         try:
-            elsewhere = [n for n in range(topology.data) if topology.here is not None and n not in topology.here]
-            self._rounds = Rounds(topology.replica, meet(config), float(config.step_timeout), elsewhere)
+            self._ranks = start()
         except BaseException:
-            ranks.shutdown(0)
+            self._rounds.leave(is_lost=True)
             raise
+        assert self.facts.limits.max_requests is not None
+        # The slot behind all requests' is that of padding, see Runner.
+        self._empty = StepInput.empty(self.facts.limits.max_requests, len(self.facts.geometry.retentions))
 
     @property
     def facts(self) -> WorkerFacts:

@@ -27,9 +27,11 @@ def meet(config: EngineConfig) -> dict[int, Connection]:
     topology, patience = config.topology, float(config.core_start_timeout)
     if config.executor_kind == "torchrun":
         from hardpoint.engine.execution.ranks.torchrun_executor import Launch
+        from hardpoint.parallel.process_group import PrefixStore
 
         launch = Launch.read(config)
-        store, host, is_here = launch.store(), launch.own_host, launch.place.on_one_host
+        store: Store = PrefixStore(str(len(config.deny)), launch.store())  # as in meeting_place
+        host, is_here = launch.own_host, launch.place.on_one_host
     elif (rendezvous := config.rendezvous) is not None:
         from hardpoint.parallel.process_group import own_address
 

@@ -14,7 +14,7 @@ from typing import Self
 
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.ranks.hang import describe
-from hardpoint.engine.execution.ranks.meeting import meeting_place, serve_store
+from hardpoint.engine.execution.ranks.meeting import meeting_place
 from hardpoint.engine.execution.ranks.rank_process import RankSpec, serve_rank
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.processes import child_process
@@ -34,7 +34,6 @@ class MultiprocessExecutor(RanksExecutor):
         # A file, and no port that others reach: and torch's TCP store asks the name server about each connection.
         # Kept while the ranks live, since some collective libraries go back to it whenever two ranks first talk.
         self._folder: TemporaryDirectory[str] | None = None
-        self._served = serve_store(config)
         if config.rendezvous is not None:
             store = ""
         elif config.topology.shares_experts:
@@ -62,8 +61,7 @@ class MultiprocessExecutor(RanksExecutor):
         return lost
 
     def _clean_up(self) -> None:
-        """Remove the folder, unless it is that of several replicas; end the store of several servers."""
-        self._served = None
+        """Remove the folder, unless it is that of several replicas."""
         if self._folder is not None:
             self._folder.cleanup()
 
