@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,11 +20,12 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
 from hardpoint.engine.execution.ranks.ray_executor import Spot, places_of
 from hardpoint_plugin_api import ConfigError, EngineDeadError, EngineError
-from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import SMALL
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = DEEPSEEK_V2 | {"num_hidden_layers": 4}
 needs_ray = pytest.mark.nightly
 
 
@@ -78,11 +81,14 @@ def on_ray(folder: Path, **settings: Any) -> LLM:
         ("qwen3", {}, {"tensor_parallel_size": 2}),
         ("qwen3", {"num_hidden_layers": 4}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
         ("qwen3_moe", MIXTURE, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("qwen3", {"num_hidden_layers": 4}, {"pipeline_parallel_size": 3}),
+        ("qwen3_moe", MIXTURE, {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
+        ("deepseek_v2", LATENT, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
         ("qwen3", {}, {"data_parallel_size": 2}),
         ("qwen3_moe", MIXTURE, {"data_parallel_size": 2, "enable_expert_parallel": True}),
         ("qwen3_moe", MIXTURE, {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
-    ids=["tp2", "tp2-pp2", "ep2", "dp2", "dp2-ep2", "dp2-tp2-ep4"],
+    ids=["tp2", "tp2-pp2", "ep2", "pp3-uneven", "ep4", "latent-tp2-pp2", "dp2", "dp2-ep2", "dp2-tp2-ep4"],
 )
 def test_tokens_are_those_of_one_rank(
     cluster: Any,
@@ -118,6 +124,46 @@ def test_the_example_of_batch_inference() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=own)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 16
+
+
+DEPLOYED = """
+import json, sys, urllib.error, urllib.request
+import ray
+from ray import serve
+
+ray.init(address="local", num_cpus=2)
+import ray_serve
+
+serve.start(http_options={"port": int(sys.argv[1])})
+serve.run(ray_serve.app)
+for body in ({"prompt": "It is a truth", "max_tokens": 8}, {"text": "It is a truth"}):
+    asked = urllib.request.Request(f"http://127.0.0.1:{sys.argv[1]}/", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            print(answer.status, json.dumps(answer.read().decode()), flush=True)
+    except urllib.error.HTTPError as error:
+        print(error.code, error.read().decode(), flush=True)
+serve.shutdown()
+"""
+
+
+@needs_ray
+def test_the_example_of_a_deployment() -> None:
+    """Its text is that of an engine without Ray."""
+    pytest.importorskip("ray.serve")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    own = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "examples"), "RAY_ADDRESS": "local"}
+    command = [sys.executable, "-c", DEPLOYED, str(port)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=own)
+    assert done.returncode == 0, done.stderr
+    answers = [line for line in done.stdout.splitlines() if line[:3] in ("200", "400")]
+    with LLM("demo", platform="cpu") as llm:
+        (output,) = llm.generate(["It is a truth"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert answers == [
+        f"200 {json.dumps(output.outputs[0].text)}",
+        '400 {"error":"the body needs a text \\"prompt\\""}',
+    ]
 
 
 def actors() -> list[int]:
