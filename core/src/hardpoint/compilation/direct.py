@@ -24,7 +24,7 @@ from hardpoint.compilation.program import PieceFunction
 
 _CODE, _KERNELS = "call.py", "KERNELS"
 _MODULES = ("torch", "math", "cmath")
-"""What a kept function may import."""
+"""Modules that a kept function may import."""
 
 _DATA_POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 """A variable of the process, in which kernels look for torch's function from a tensor to its address."""
