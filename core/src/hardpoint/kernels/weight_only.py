@@ -153,9 +153,15 @@ def _product(
         **begun(x),
     )
     if cut.pieces > 1:
-        grid = (triton.cdiv(num_rows * n, _SUMS),)
-        _sum_pieces[grid](found, bias, out, num_rows, n, cut.pieces, _SUMS, num_warps=4, **begun(x))
+        sum_pieces(found, bias, out)
     return out
+
+
+def sum_pieces(found: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Write ``found`` [pieces, M, N], added up in order, plus ``bias`` [N], to ``out`` [M, N]."""
+    num_pieces, num_rows, n = found.shape
+    grid = (triton.cdiv(num_rows * n, _SUMS),)
+    _sum_pieces[grid](found, bias, out, num_rows, n, num_pieces, _SUMS, num_warps=4, **begun(out))
 
 
 def int4_dequantize(

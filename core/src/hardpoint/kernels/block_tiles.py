@@ -1,0 +1,142 @@
+"""The layout of GGUF's blocks for products on matrix units: tiles of 16 rows and 128 columns.
+
+Codes of 2 to 6 bits count from 0. The lowest four bits lie as in four_bit_tiles.py, eight codes in a word, of which the
+codes at the same *place* (0 to 3) of all words of a row are neighbours. Bits 4 and 5, where codes have them, lie in
+half words beside: at place p of a half word, bits 2p and 2p + 1 of its lower and of its upper byte belong to the codes
+at place p of the lower and the upper half of the word. So a code of five bits takes six here.
+
+Scales and minima stay as stored, in two levels where there are two, and those of a tile's groups lie in one word.
+
+Axes: N rows of the weight (out), K columns (in), B blocks of 16 rows, T tiles of a row, W words of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.nn.functional import pad
+
+from hardpoint.dtypes import dtype_of
+from hardpoint.numerics import pack_nibbles, unpack_nibbles
+from hardpoint_plugin_api import QuantSpec, Reason, dequantize, minimum_slot, scale_slot
+
+TILE_ROWS = 16
+TILE_COLUMNS = 128
+WORDS = TILE_COLUMNS // 8
+OUTER_COLUMNS = 256
+"""Columns of a scale of the second level."""
+
+_GROUPS = (16, 32)
+_MOST_BITS = 6
+_RECORD_BITS = 64
+
+
+def unsupported_blocks(spec: QuantSpec, columns: int) -> list[Reason]:
+    """Refuse what is no block of GGUF's kinds: other elements and scales, and rows that end within a block."""
+    element, inner = spec.number_format, spec.scales[0]
+    group, last = inner.block[1], spec.scales[-1].block[1]
+    bits = TILE_COLUMNS // group * dtype_of(inner.format).itemsize * 8 if group in _GROUPS else 0
+    if element.bits > _MOST_BITS or not element.takes_zero_point:
+        return [Reason("element", "elements", wanted=spec.element, supported=f"integers of 2 to {_MOST_BITS} bits")]
+    if not 0 < bits <= _RECORD_BITS or inner.format.startswith("float8"):
+        wanted = f"{inner.format} for {group} columns"
+        return [Reason("group", "scales", wanted=wanted, supported="8 bits for 16 columns, 8 or 16 bits for 32")]
+    if len(spec.scales) > 1 and last != OUTER_COLUMNS:
+        return [Reason("outer", "outer scales", wanted=f"for {last} columns", supported=f"for {OUTER_COLUMNS} columns")]
+    if columns % last:
+        return [Reason("columns", "columns", wanted=str(columns), supported=f"multiples of {last}")]
+    return []
+
+
+@dataclass(frozen=True)
+class BlockTiles:
+    """Weights of ``spec`` and ``columns``, for activations of ``dtype``."""
+
+    spec: QuantSpec
+    columns: int
+    dtype: torch.dtype
+
+    @cached_property
+    def group(self) -> int:
+        """Columns that share a scale of the first level."""
+        return self.spec.scales[0].block[1]
+
+    @cached_property
+    def bias(self) -> int:
+        """The code that means zero."""
+        element = self.spec.number_format
+        return 1 << element.bits - 1 if element.storage == "int8" else 0
+
+    @cached_property
+    def is_signed(self) -> bool:
+        """Whether scales of the first level are signed whole numbers."""
+        return self.spec.scales[0].format == "int8"
+
+    def packed(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``weight`` int32 [B, T, 16, W]; ``high`` int16 of that shape, where codes have more than four bits.
+
+        ``weight_scale`` and ``weight_min`` are words [T, N] of 4 or 8 numbers, those of the second level
+        [K / 256, N].
+        """
+        codes = self._codes(weights["weight"])
+        whole = pad(codes, (0, -self.columns % TILE_COLUMNS, 0, -len(codes) % TILE_ROWS))
+        # [rows, T, places, words, halves]: code 32 * place + 2 * word + half of a tile.
+        places = whole.unflatten(1, (-1, 4, WORDS, 2)).int()
+        shifts = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], device=codes.device)[:, None, :]
+        packed = {"weight": self._by_blocks(((places & 0xF).long() << shifts).sum((2, 4)).to(torch.int32))}
+        if self.spec.number_format.bits > 4:
+            shifts = torch.tensor([[0, 8], [2, 10], [4, 12], [6, 14]], device=codes.device)[:, None, :]
+            packed["high"] = self._by_blocks(((places >> 4) << shifts).sum((2, 4)).to(torch.int16))
+        for slot in (scale_slot, minimum_slot) if self.spec.minimum else (scale_slot,):
+            packed[slot(0)] = self._records(weights[slot(0)])
+            if len(self.spec.scales) > 1:
+                packed[slot(1)] = weights[slot(1)].t().contiguous()
+        return packed
+
+    def _codes(self, stored: torch.Tensor) -> torch.Tensor:
+        """Stored elements as codes that count from 0, uint8 [N, K]."""
+        codes = unpack_nibbles(stored) if self.spec.packing == "nibbles" else stored.view(torch.uint8)
+        return (codes[:, : self.columns] & (1 << self.spec.number_format.bits) - 1) ^ self.bias
+
+    def _by_blocks(self, words: torch.Tensor) -> torch.Tensor:
+        """[rows, T, W] -> [B, T, 16, W]."""
+        blocks: torch.Tensor = words.unflatten(0, (-1, TILE_ROWS)).transpose(1, 2).contiguous()
+        return blocks
+
+    def _records(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[N, groups] -> words [T, N] of a tile's numbers, the first in the lowest bits."""
+        parts = TILE_COLUMNS // self.group
+        whole = pad(numbers, (0, -numbers.shape[1] % parts)).unflatten(1, (-1, parts)).transpose(0, 1).contiguous()
+        word = torch.int64 if parts * whole.itemsize == 8 else torch.int32
+        records: torch.Tensor = whole.view(word).squeeze(-1)
+        return records
+
+    def unpacked(self, packed: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The dequantized weight [N, K] of what ``packed`` returned."""
+        return self.rows(packed, torch.arange(packed[scale_slot(0)].shape[1], device=packed["weight"].device))
+
+    def rows(self, packed: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        """``unpacked``, of the rows ``ids`` alone."""
+        shifts = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], device=ids.device)[:, None, :]
+        block, within = ids // TILE_ROWS, ids % TILE_ROWS
+        codes = packed["weight"][block, :, within][:, :, None, :, None] >> shifts & 0xF
+        if "high" in packed:
+            shifts = torch.tensor([[0, 8], [2, 10], [4, 12], [6, 14]], device=ids.device)[:, None, :]
+            codes = codes | (packed["high"][block, :, within].int()[:, :, None, :, None] >> shifts & 3) << 4
+        codes = (codes.flatten(1)[:, : self.columns].to(torch.uint8) ^ self.bias).view(torch.uint8)
+        slots = {"weight": pack_nibbles(codes) if self.spec.packing == "nibbles" else self._stored(codes)}
+        for slot in (scale_slot, minimum_slot) if self.spec.minimum else (scale_slot,):
+            words = packed[slot(0)][:, ids].t().flatten()
+            numbers = words.view(dtype_of(self.spec.scales[0].format)).unflatten(0, (len(ids), -1))
+            slots[slot(0)] = numbers[:, : self.columns // self.group]
+            if len(self.spec.scales) > 1:
+                slots[slot(1)] = packed[slot(1)][:, ids].t()
+        return dequantize(slots, self.spec, self.dtype)
+
+    def _stored(self, codes: torch.Tensor) -> torch.Tensor:
+        """Codes in two's complement as a byte each."""
+        if not self.bias:
+            return codes
+        return (codes ^ self.bias).to(torch.int8) - self.bias
