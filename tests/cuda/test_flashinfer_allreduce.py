@@ -9,16 +9,14 @@ from __future__ import annotations
 import ctypes
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 import hardpoint_cuda
-from hardpoint.kernels.launch import Overlap, overlap_launches
 from hardpoint.ops.add_rms_norm import add_rms_norm
 from hardpoint.parallel.groups import alone
 from hardpoint.parallel.process_group import Store
@@ -102,7 +100,6 @@ class Comm:
         pass
 
     AllReduceFusionPattern = SimpleNamespace(kARResidualRMSNorm=1)
-    launches: ClassVar[list[tuple[int, bool, bool]]] = []
 
     @staticmethod
     def allreduce_fusion(
@@ -117,11 +114,8 @@ class Comm:
         rms_gamma: torch.Tensor,
         rms_eps: float,
         fp32_acc: bool,
-        launch_with_pdl: bool,
-        trigger_completion_at_end: bool,
     ) -> None:
         assert pattern == 1
-        Comm.launches.append((input.shape[0], launch_with_pdl, trigger_completion_at_end))
         assert output is input
         rank, world, table = workspace.rank, workspace.world_size, workspace.workspace_tensor.tolist()
         assert len(table) == 3 * world + 1
@@ -153,7 +147,6 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_allreduce, "PeerMemory", Peers)
     monkeypatch.setattr(flashinfer_allreduce, "module", lambda name: Comm)
     monkeypatch.setattr(flashinfer_allreduce, "COMMUNICATION", SimpleNamespace(load=lambda: None))
-    monkeypatch.setattr(Comm, "launches", [])
 
 
 @pytest.mark.usefixtures("on_the_host")
@@ -181,28 +174,3 @@ def test_ranks_find_each_other(world: int) -> None:
     wanted = add_rms_norm.reference(total, drawn[world], weight, eps=1e-6)
     for results in on_each(world, run):
         assert all(map(torch.equal, results, wanted))
-
-
-@pytest.mark.usefixtures("on_the_host")
-def test_it_is_launched_early_where_the_kernels_around_it_are(request: pytest.FixtureRequest) -> None:
-    """Of few rows alone, as those are; then the next kernel may be launched while this one waits for the other rank."""
-    weight = torch.ones(256, dtype=torch.bfloat16)
-
-    def run(rows: int, rank: int, store: Store) -> None:
-        resources = EngineResources()
-        ctx: Any = SimpleNamespace(resources=resources, parallel=alone())
-        made = FlashInferAllReduce(ctx, WORKLOAD, {})
-        resources.allocate_collective(torch.device("cpu"))
-        made.init(store, rank, 2, "tp")
-        x = torch.ones(rows, 256, dtype=torch.bfloat16)
-        made(x, x.clone(), weight, eps=1e-6)
-        made.close()
-
-    for rows in (128, 129):
-        on_each(2, partial(run, rows))
-    request.addfinalizer(lambda: overlap_launches("cpu", None))
-    overlap_launches("cpu", Overlap(None, {}))
-    for rows in (128, 129):
-        on_each(2, partial(run, rows))
-    late, early = (False, True), (True, False)
-    assert Comm.launches == [(128, *late)] * 2 + [(129, *late)] * 2 + [(128, *early)] * 2 + [(129, *late)] * 2

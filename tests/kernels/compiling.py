@@ -34,7 +34,7 @@ READ_FIRST = {
     "decode_latent_attention": {"seq_lens", "block_table"},
     "qk_norm_rope_store_kernel": {"positions_ptr", "slots_ptr", "cos_sin_ptr", "q_weight_ptr", "k_weight_ptr"},
     "rms_norm_kernel": {"weight_ptr"},
-    "_gemm": {"weight_scale_ptr", "weight_ptr"},
+    "_gemm": {"weight_scale_ptr"},
     "_skinny": {"weight_ptr", "weight_scale_ptr"},
 }
 """Kernels that read something before they wait for the one before them, and what: all of it stood there when the step's
@@ -51,8 +51,7 @@ class Job:
     ``signature`` says of what type each parameter is that is no constexpr, as Triton writes it ("*bf16", "i64",
     "fp32"), and constexprs by name what they are. An argument whose type ends in ":16" is a multiple of 16; pointers
     always are, unless they end in ":1". None as a pointer stands among the constexprs. A kernel with a parameter BEGIN
-    is compiled as it is launched on the target: on sm_90 and later while what comes before it still ends. One with a
-    parameter PREFETCH is given what NVIDIA's plugin has for it, if it ``prefetches``.
+    is compiled as it is launched on the target: on sm_90 and later while what comes before it still ends.
     """
 
     kernel: str
@@ -61,7 +60,6 @@ class Job:
     target: str = "sm_90"
     num_warps: int = 4
     num_stages: int = 3
-    prefetches: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,14 +147,10 @@ def _compile(job: Job) -> dict[str, Any]:
     early = begins and nvidia and int(job.target[3:]) >= 90
     if begins:
         constexprs["BEGIN"] = None
-    if "PREFETCH" in kernel.arg_names:
-        constexprs["PREFETCH"] = None
     if early:
-        from hardpoint_cuda.overlapped import OVERLAP, PREFETCHING
+        from hardpoint_cuda.overlapped import OVERLAP
 
         constexprs["BEGIN"] = OVERLAP.begin
-        if job.prefetches:
-            constexprs["PREFETCH"] = PREFETCHING.prefetch
         options |= OVERLAP.options
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.arg_names):

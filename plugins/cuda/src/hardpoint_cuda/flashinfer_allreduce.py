@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hardpoint.kernels.launch import overlaps
 from hardpoint_cuda.flashinfer_builds import communication_build
 from hardpoint_cuda.flashinfer_library import COMMUNICATION, module, reasons
 from hardpoint_cuda.peer_memory import PeerMemory
@@ -125,9 +124,6 @@ class FlashInferAllReduce(GroupMember):
         x, residual = x.contiguous(), residual.contiguous()
         normed, total = torch.empty_like(x), torch.empty_like(x)
         if x.shape[0]:
-            # The kernel waits for all before it once it has read weight and residual, which the one before it does not
-            # write. Then it lets the next one be launched, which waits for it while it waits for the other ranks.
-            is_early = overlaps(x)
             # This pattern leaves ``output`` as it is; without one, FlashInfer allocates it.
             self._run(
                 input=x,
@@ -137,8 +133,6 @@ class FlashInferAllReduce(GroupMember):
                 norm_out=normed,
                 rms_gamma=weight,
                 rms_eps=eps,
-                launch_with_pdl=is_early,
-                trigger_completion_at_end=not is_early,
             )
         return normed, total
 
