@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.errors import OutOfResources
@@ -77,34 +78,45 @@ class Variant:
     """One compiled variant of a kernel: registers, bytes of scratch per thread, bytes of shared memory.
 
     ``dots`` are rows, columns and element types of its matrix products, ``matrix`` is the number of matrix
-    instructions, ``waves`` those that fit a SIMD of an AMD GPU, ``constants`` its constexprs that are numbers.
+    instructions, ``waves`` those that fit a SIMD of an AMD GPU, ``constants`` its constexprs that are numbers. Without
+    a backend of the compiler, all but products and constants is None.
     """
 
     contribution: str
     kernel: str
     num_warps: int
     num_stages: int
-    registers: int
-    spilled: int
-    shared: int
+    registers: int | None
+    spilled: int | None
+    shared: int | None
     dots: tuple[str, ...]
-    matrix: int
+    matrix: int | None
     waves: float | None
     constants: dict[str, Any]
 
 
-def target_of(device: DeviceInfo) -> GPUTarget:
-    """Triton's name of the device."""
+def target_of(device: DeviceInfo) -> GPUTarget | None:
+    """Triton's name of the device, None where the stock compiler has no backend for it."""
+    if not device.arch.startswith(("sm_", "gfx")):
+        return None
     if device.arch.startswith("sm_"):
         return GPUTarget("cuda", int(device.arch[3:]), 32)
     return GPUTarget("hip", device.arch, 64 if "wave64" in device.features else 32)
+
+
+def _dots(ttir: str) -> tuple[str, ...]:
+    """Rows, columns and element types of the matrix products in Triton's IR."""
+    operands = [(a.split("x"), b.split("x")) for a, b in _DOT.findall(ttir)]
+    return tuple(sorted({f"{a[-3]}x{b[-2]} {a[-1]}" for a, b in operands}))
 
 
 class Recorder:
     """Takes launches of Triton's kernels and compiles each variant once."""
 
     def __init__(self, device: DeviceInfo) -> None:
-        self.target, self.most = target_of(device), SHARED_KIB[device.arch] << 10
+        target = target_of(device)
+        self.whole, self.target = target is not None, target or GPUTarget("hip", "gfx1201", 32)
+        self.most = SHARED_KIB.get(device.arch, 0) << 10
         self.backend = make_backend(self.target)
         self.now = ""
         self._binders: dict[Any, Any] = {}
@@ -137,6 +149,9 @@ class Recorder:
         )
         print(json.dumps({"began": f"{self.now}: {kernel.__name__} {signature} {constexprs}"}), flush=True)
         source = ASTSource(kernel, signature, constexprs, attributes)
+        if not self.whole:
+            self._made_first_stage(kernel, source, parsed)
+            return
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 compiled = triton.compile(source, target=self.target, options=parsed.__dict__)
@@ -148,6 +163,26 @@ class Recorder:
             raise OutOfResources(compiled.metadata.shared, self.most, "shared memory")
         print(json.dumps(asdict(self._measured(kernel, compiled, parsed, constexprs))), flush=True)
 
+    def _made_first_stage(self, kernel: Any, source: ASTSource, options: Any) -> None:
+        """Triton's IR of the kernel, which depends on no device: all that can be made without a backend for it.
+
+        Beside it, what a backend says of the language is that of another.
+        """
+        context = ir.context()
+        ir.load_dialects(context)
+        self.backend.load_dialects(context)
+        stages = dict[str, Any]()
+        self.backend.add_stages(stages, options, source.language)
+        try:
+            functions, modules = self.backend.get_codegen_implementation(options), self.backend.get_module_map()
+            module = stages["ttir"](source.make_ir(self.target, options, functions, modules, context), {})
+        except Exception as error:  # whatever the compiler raises is what is to be known
+            print(json.dumps({"failed": f"{self.now}: {kernel.__name__}: {error!r}"}), flush=True)
+            return
+        sizes = options.num_warps, options.num_stages, None, None, None
+        found = Variant(self.now, kernel.__name__, *sizes, _dots(str(module)), None, None, {})
+        print(json.dumps(asdict(found)), flush=True)
+
     def _measured(self, kernel: Any, compiled: Any, options: Any, constexprs: Mapping[Any, Any]) -> Variant:
         shared, waves = compiled.metadata.shared, None
         if self.target.backend == "cuda":
@@ -157,8 +192,7 @@ class Recorder:
             read = amdgcn.Assembly.of(compiled.asm["amdgcn"])
             found, number = {"registers": read.registers, "spilled": read.scratch}, sum(read.matrix.values())
             waves = amdgcn.waves(self.target.arch, read.registers, options.num_warps, shared)
-        operands = [(a.split("x"), b.split("x")) for a, b in _DOT.findall(compiled.asm["ttir"])]
-        dots = tuple(sorted({f"{a[-3]}x{b[-2]} {a[-1]}" for a, b in operands}))
+        dots = _dots(compiled.asm["ttir"])
         constants = {kernel.params[at[0]].name: value for at, value in constexprs.items() if isinstance(value, int)}
         return Variant(
             self.now,
