@@ -73,6 +73,13 @@ def test_flags_reach_the_config() -> None:
     assert not parse("--no-enforce-eager").enforce_eager
 
 
+def test_a_repeated_flag_of_a_list_adds_to_it() -> None:
+    config = parse("--deny", "linear=torch,op.rms_norm=triton", "--deny", "op.silu_and_mul=triton")
+    assert list(config.deny) == ["linear=torch", "op.rms_norm=triton", "op.silu_and_mul=triton"]
+    assert "deny" in config.explicit
+    assert not parse("--block-size=32").deny
+
+
 def test_flags_come_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "hp.toml"
     file.write_text("model = 'file'\nblock_size = 16\nmax_num_seqs = 4\n[acme]\nfast = true\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -131,7 +131,15 @@ def _setting_option(name: str) -> click.Option:
         return click.Option([f"{flag}/--no-{flag[2:]}"], default=None, help=help_text)
     if get_origin(kind) is dict:
         return click.Option([flag], multiple=True, default=None, metavar=metavar_of(name), help=help_text)
-    return click.Option([flag], metavar=metavar_of(name) or _metavar(kind), help=help_text)
+    metavar = metavar_of(name) or _metavar(kind)
+    if get_origin(kind) is tuple:  # entries of a repeated flag come one after the other
+        return click.Option([flag], multiple=True, default=None, callback=_joined, metavar=metavar, help=help_text)
+    return click.Option([flag], metavar=metavar, help=help_text)
+
+
+def _joined(_: click.Context, __: click.Parameter, values: Sequence[str]) -> str | None:
+    """A list as one text, None where the flag was not given."""
+    return ",".join(values) if values else None
 
 
 def _plugin_option(name: str, key: ConfigKey) -> click.Option:
