@@ -102,6 +102,12 @@ def test_an_engine_that_does_not_come_up(
     assert message in error
 
 
+def test_a_setting_of_a_plugin_reaches_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path / "model", "qwen3")
+    assert run(["bench", "peers", str(tmp_path / "model"), "--engine", "hardpoint:cpu.isa=z80"]) == 2
+    assert "z80" in capsys.readouterr().err.replace("hardpoint:cpu.isa=z80", "")
+
+
 def test_a_python_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')
     assert run(["bench", "peers", str(tmp_path), "--engine", "hardpoint@/nope"]) == 2

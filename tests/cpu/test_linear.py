@@ -115,6 +115,27 @@ def test_multiplies_as_its_spec_says(level: str, name: str, dtype: torch.dtype) 
                 assert (got - wanted - more).abs().max() <= limit, (n, k, rows)
 
 
+@pytest.mark.parametrize("name", ["uint4-asym", "uint4-rows", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_odd_sizes_stay_apart(level: str, name: str, dtype: torch.dtype) -> None:
+    """Some levels round activations to 16-bit integers: a row's scales must be its own, whatever its numbers are."""
+    kind, pair = _pairs(dtype)[name]
+    generator = torch.Generator().manual_seed(0)
+    slots = _slots(40, 768, pair[0], dtype, generator)
+    numbers, kernel = dequantize(slots, pair[0], torch.float64), _kernel(kind, pair, 40, 768, dtype)
+    weights = kernel.prepack(slots)
+    x = torch.randn(6, 768, generator=generator)
+    x[0], x[1, 3], x[2, 700], x[3] = 0, torch.nan, torch.inf, x[3] * 1e-4
+    x[4, 40] = 1e4  # of which the others in its group are a small part
+    x = x.to(dtype)
+    got, wanted = kernel.apply(LinearCall(x, weights)).double(), x.double() @ numbers.T
+    assert bool(got[1].isnan().all())
+    assert not bool(got[2].isfinite().any())
+    for row in (0, 3, 4, 5):
+        limit = 4 * torch.finfo(dtype).eps * wanted[row].abs().amax()
+        assert (got[row] - wanted[row]).abs().max() <= limit, row
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_takes_rounded_activations_as_it_rounds_them(level: str, dtype: torch.dtype) -> None:
     kind, pair = _pairs(dtype)["int8"]

@@ -66,15 +66,15 @@ struct Routed {
         return most_expert_rows(count, experts) * ceil_div(num_panels(n), panels);
     }
 
-    // Call f(expert, block) for the blocks of one chunk.
-    template <typename F>
+    // Call f(expert, block) for the blocks of one chunk, each at most `most` panels wide.
+    template <std::int64_t most = kTilePanels, typename F>
     void for_each_block(std::int64_t chunk, std::int64_t n, std::int64_t panels, const F& f) const {
         const std::int64_t wide = ceil_div(num_panels(n), panels);
         const ExpertRows& piece = pieces[chunk / wide];
         if (!piece.rows) return;
         const std::int64_t end = std::min((chunk % wide + 1) * panels, num_panels(n));
-        for (std::int64_t panel = chunk % wide * panels; panel < end; panel += kTilePanels) {
-            f(piece.expert, Block{piece.first, piece.rows, panel, std::min<std::int64_t>(kTilePanels, end - panel)});
+        for (std::int64_t panel = chunk % wide * panels; panel < end; panel += most) {
+            f(piece.expert, Block{piece.first, piece.rows, panel, std::min(most, end - panel)});
         }
     }
 };
@@ -147,7 +147,7 @@ inline void multiply_nibbles(
     const OfExpert& of_expert, const ExpertsOut<T>& out
 ) {
     const auto row = [&](std::int64_t p) { return x + routed.row(p) * x_stride; };
-    routed.for_each_block(chunk, n, kNibblePanels, [&](std::int64_t expert, const Block& block) {
+    routed.for_each_block<kNibbleBlock<T>>(chunk, n, kNibblePanels, [&](std::int64_t expert, const Block& block) {
         NibbleWeight<T, W>{of_expert(expert), n, alike}.multiply(block, row, out.finish(expert, n));
     });
 }

@@ -16,18 +16,31 @@ inline std::int64_t panel_size(std::int64_t k) {
     return ceil_div(k, kGroup<T>) * kGroup<T> * kPanelRows;
 }
 
-// sums[r][p] += x[r] times panel p, over `groups` groups of columns. `panel_stride` counts elements.
+// The elements of x as vector registers multiply them: bfloat16 where there is an instruction for its products.
+#if defined(__AVX512BF16__)
+template <typename T>
+using Factor = std::conditional_t<std::is_same_v<T, bfloat16>, bfloat16, float>;
+#else
+template <typename T>
+using Factor = float;
+#endif
+
+// The elements of panels that are made of others, for x of T.
+template <typename T>
+using Made = std::conditional_t<kTiled<T>, T, Factor<T>>;
+
+#if defined(__AVX512BF16__)
+// sums[r][p] += x[r] times panel p, over `columns` columns. `panel_stride` counts elements.
 template <int rows, int panels>
 inline void multiply(
     Sums (&sums)[rows][panels], const bfloat16* const (&x)[rows], const bfloat16* w, std::int64_t panel_stride,
-    std::int64_t groups
+    std::int64_t columns
 ) {
-#if defined(__AVX512BF16__)
     __m512 acc[rows][panels];
     for (int r = 0; r < rows; ++r) {
         for (int p = 0; p < panels; ++p) acc[r][p] = bits_as<__m512>(sums[r][p]);
     }
-    for (std::int64_t g = 0; g < groups; ++g) {
+    for (std::int64_t g = 0; g < ceil_div(columns, 2); ++g) {
         __m512bh column[panels];
         for (int p = 0; p < panels; ++p) {
             const bfloat16* from = w + p * panel_stride + g * 2 * kPanelRows;
@@ -42,41 +55,56 @@ inline void multiply(
     for (int r = 0; r < rows; ++r) {
         for (int p = 0; p < panels; ++p) sums[r][p] = bits_as<Sums>(acc[r][p]);
     }
-#else
-    Sums acc[rows][panels];
-    std::memcpy(&acc, &sums, sizeof(acc));
-    for (std::int64_t g = 0; g < groups; ++g) {
-        for (int p = 0; p < panels; ++p) {
-            for (int j = 0; j < kVectors; ++j) {
-                const auto pairs = load_raw<Words>(w + p * panel_stride + (g * kPanelRows + j * kLanes) * 2);
-                const auto even = bits_as<Floats>(pairs << 16), odd = bits_as<Floats>(pairs & 0xffff0000u);
-                for (int r = 0; r < rows; ++r) {
-                    const bfloat16* pair = x[r] + 2 * g;
-                    acc[r][p].v[j] += even * to_float(pair[0]);
-                    acc[r][p].v[j] += odd * to_float(pair[1]);
-                }
-            }
-        }
-    }
-    std::memcpy(&sums, &acc, sizeof(acc));
+}
 #endif
+
+// The numbers of one column of a group, of a panel's part.
+template <int column>
+[[gnu::always_inline]] inline Floats numbers_of(const bfloat16* pairs) {
+    const auto both = load_raw<Words>(pairs);
+    return bits_as<Floats>(column == 0 ? both << 16 : both & 0xffff0000u);
+}
+template <int column, typename T>
+[[gnu::always_inline]] inline Floats numbers_of(const T* numbers) {
+    return load(numbers);
 }
 
+// Rows of x for which elements of panels become floats in registers; for more, in memory first.
+constexpr int kNarrowRows = kLanes == 8 ? 8 : kTileRows;
+
+// The same of floats. Elements of panels become floats in registers.
 template <int rows, int panels, typename T>
 inline void multiply(
-    Sums (&sums)[rows][panels], const T* const (&x)[rows], const T* w, std::int64_t panel_stride, std::int64_t groups
+    Sums (&sums)[rows][panels], const float* const (&x)[rows], const T* w, std::int64_t panel_stride,
+    std::int64_t columns
 ) {
-    Sums acc[rows][panels];
-    std::memcpy(&acc, &sums, sizeof(acc));
-    for (std::int64_t k = 0; k < groups; ++k) {
-        for (int p = 0; p < panels; ++p) {
-            for (int j = 0; j < kVectors; ++j) {
-                const Floats column = load(w + p * panel_stride + k * kPanelRows + j * kLanes);
-                for (int r = 0; r < rows; ++r) acc[r][p].v[j] += column * to_float(x[r][k]);
-            }
-        }
+    Floats acc[rows][panels][kVectors];
+    unrolled<rows * panels * kVectors>([&](auto i) __attribute__((always_inline)) {
+        constexpr int r = i / (panels * kVectors), p = i / kVectors % panels, j = i % kVectors;
+        acc[r][p][j] = sums[r][p].v[j];
+    });
+    // Each number of x is spread just before its products: all at once, they would push sums out of registers.
+    for (std::int64_t c = 0; c < columns; c += kGroup<T>) {
+        const T* from = w + c * kPanelRows;
+        if constexpr (rows <= kNarrowRows) unrolled<panels>([&](auto p) { fetch(from + p * panel_stride); });
+        unrolled<kGroup<T>>([&](auto column) __attribute__((always_inline)) {
+            Floats numbers[panels * kVectors];
+            unrolled<panels * kVectors>([&](auto i) __attribute__((always_inline)) {
+                const T* part = from + i / kVectors * panel_stride + i % kVectors * kLanes * kGroup<T>;
+                numbers[i] = numbers_of<column>(part);
+            });
+            unrolled<rows>([&](auto r) __attribute__((always_inline)) {
+                const float factor = x[r][c + column];
+                unrolled<panels * kVectors>([&](auto i) __attribute__((always_inline)) {
+                    acc[r][i / kVectors][i % kVectors] += numbers[i] * factor;
+                });
+            });
+        });
     }
-    std::memcpy(&sums, &acc, sizeof(acc));
+    unrolled<rows * panels * kVectors>([&](auto i) __attribute__((always_inline)) {
+        constexpr int r = i / (panels * kVectors), p = i / kVectors % panels, j = i % kVectors;
+        sums[r][p].v[j] = acc[r][p][j];
+    });
 }
 
 // Panels in the cache or in memory: where the first of a block stands, and how far apart they are.
@@ -107,42 +135,115 @@ void multiply_block_by_tiles(
     }
 }
 
-// One block of x [M, K] @ w.T. `panels(first column, columns)` gives the block's panels from that column on; `row(i)`
-// is where row i of x starts; `finish(i, 16 sums, column)` takes the results of row i. Columns come outermost, so that
-// a block of panels is read from memory (or made) once, and then from the cache for every tile of rows. With `alike` a
-// row's bits do not depend on how many rows there are.
-template <typename T, typename GivePanels, typename Row, typename Finish>
+// Memory of copies: apart from that of panels that were made, and that of rows from that of panels.
+struct FloatRow {
+    float element;
+};
+struct FloatPanel {
+    float element;
+};
+
+// Columns of a block's rows as they are multiplied: where they lie, or as floats in memory of this thread.
+template <typename T, typename Row>
+struct FactorRows {
+    const Block& block;
+    const Row& row;
+    std::int64_t first;
+    FloatRow* copy = nullptr;
+    std::int64_t stride = 0;
+
+    FactorRows(const Block& block, const Row& row, std::int64_t first, std::int64_t columns)
+        : block(block), row(row), first(first), stride(ceil_div(columns, kLanes) * kLanes) {
+        if constexpr (!kAsTheyLie) {
+            copy = scratch<FloatRow>(block.rows * stride);
+            for (std::int64_t i = 0; i < block.rows; ++i) {
+                const T* from = row(block.first_row + i) + first;
+                float* to = &copy[i * stride].element;
+                std::int64_t c = 0;
+                for (; c + kLanes <= columns; c += kLanes) store(to + c, load(from + c));
+                for (; c < columns; ++c) to[c] = to_float(from[c]);
+            }
+        }
+    }
+    const Factor<T>* at(std::int64_t i) const {
+        if constexpr (kAsTheyLie) {
+            return row(block.first_row + i) + first;
+        } else {
+            return &copy[i * stride].element;
+        }
+    }
+
+  private:
+    static constexpr bool kAsTheyLie = std::is_same_v<T, Factor<T>>;
+};
+
+// Columns of a block's panels as floats in memory of this thread.
+template <typename T>
+inline Panels<float> float_panels(Panels<T> w, std::int64_t panels, std::int64_t columns) {
+    const std::int64_t stride = ceil_div(columns, kGroup<T>) * kGroup<T> * kPanelRows;
+    float* made = &scratch<FloatPanel>(panels * stride)->element;
+    for (std::int64_t p = 0; p < panels; ++p) {
+        const T* from = w.first + p * w.stride;
+        float* to = made + p * stride;
+        for (std::int64_t c = 0; c < columns; c += kGroup<T>) {
+            fetch(from + c * kPanelRows);
+            unrolled<kVectors * kGroup<T>>([&](auto i) __attribute__((always_inline)) {
+                constexpr int column = i / kVectors, j = i % kVectors;
+                const T* part = from + c * kPanelRows + j * kLanes * kGroup<T>;
+                store(to + (c + column) * kPanelRows + j * kLanes, numbers_of<column>(part));
+            });
+        }
+    }
+    return {made, stride};
+}
+
+// One block of x [M, K] @ w.T. `panels(first column, columns)` gives the block's panels from that column on, of W;
+// `row(i)` is where row i of x starts, of W or of T; `finish(i, 16 sums, column)` takes the results of row i. Columns
+// come outermost, so that a block of panels is read from memory (or made) once, and then from the cache for every tile
+// of rows. With `alike` a row's bits do not depend on how many rows there are.
+template <typename W, typename GivePanels, typename Row, typename Finish>
 void multiply_block(
     const Block& block, std::int64_t k, std::int64_t step, bool alike, const GivePanels& panels, const Row& row,
     const Finish& finish
 ) {
-    if constexpr (kTiled<T>) {
-        if (by_tiles(block, alike)) return multiply_block_by_tiles<T>(block, k, step, panels, row, finish);
+    if constexpr (kTiled<W>) {
+        if (by_tiles(block, alike)) return multiply_block_by_tiles<W>(block, k, step, panels, row, finish);
     }
+    using T = std::remove_cvref_t<decltype(*row(0))>;
     alignas(64) Sums results[kBlockRows][kTilePanels];
-    std::int64_t first = 0;
-    do {
-        const std::int64_t columns = std::min(step, k - first);
-        const Panels<T> w = panels(first, columns);
+    const auto multiply_columns = [&](std::int64_t first, std::int64_t columns, const auto& x, const auto& w) {
         const bool last = first + step >= k;
-        for_each_tile(block.rows, block.panels, [&](auto rows, auto count, std::int64_t tile) {
+        for_each_tile(block.rows, block.panels, [&](auto rows, auto count, std::int64_t tile, std::int64_t panel) {
             Sums sums[rows][count];
-            const T* x[rows];
+            const Factor<T>* from[rows];
             for (int r = 0; r < rows; ++r) {
-                x[r] = row(block.first_row + tile + r) + first;
-                for (int p = 0; p < count; ++p) sums[r][p] = first ? results[tile + r][p] : Sums{};
+                from[r] = x.at(tile + r);
+                for (int p = 0; p < count; ++p) sums[r][p] = first ? results[tile + r][panel + p] : Sums{};
             }
-            multiply<rows, count>(sums, x, w.first, w.stride, ceil_div(columns, kGroup<T>));
+            multiply<rows, count>(sums, from, w.first + panel * w.stride, w.stride, columns);
             for (int r = 0; r < rows; ++r) {
                 for (int p = 0; p < count; ++p) {
                     if (last) {
-                        finish(block.first_row + tile + r, sums[r][p], (block.first_panel + p) * kPanelRows);
+                        finish(block.first_row + tile + r, sums[r][p], (block.first_panel + panel + p) * kPanelRows);
                     } else {
-                        results[tile + r][p] = sums[r][p];
+                        results[tile + r][panel + p] = sums[r][p];
                     }
                 }
             }
         });
+    };
+    std::int64_t first = 0;
+    do {
+        const std::int64_t columns = std::min(step, k - first);
+        const FactorRows<T, Row> x(block, row, first, columns);
+        const Panels<W> w = panels(first, columns);
+        if constexpr (std::is_same_v<W, Factor<W>>) {
+            multiply_columns(first, columns, x, w);
+        } else if (block.rows > kNarrowRows) {
+            multiply_columns(first, columns, x, float_panels(w, block.panels, columns));
+        } else {
+            multiply_columns(first, columns, x, w);
+        }
         first += step;
     } while (first < k);
 }
@@ -157,7 +258,7 @@ struct PlainWeight {
 
     template <typename Row, typename Finish>
     void multiply(const Block& block, const Row& row, const Finish& finish) const {
-        const std::int64_t stride = panel_size<T>(k), step = block.rows > kTileRows ? kBlockColumns : k;
+        const std::int64_t stride = panel_size<T>(k), step = block.rows > kNarrowRows ? kBlockColumns<Factor<T>> : k;
         const auto give = [&](std::int64_t first, std::int64_t) {
             return Panels<T>{panels + block.first_panel * stride + first * kPanelRows, stride};
         };

@@ -30,9 +30,20 @@ constexpr int kCodeRows = 8;
 constexpr int kCodeRows = 4;
 #endif
 
+// Of x, in a block; more are multiplied by tiles, where there are any.
+constexpr int kMostCodeRows = 16;
+
 // Columns in 64 bytes of a panel. `largest` is that of the codes: up to 15 they are nibbles.
 template <int largest>
 constexpr int kStepColumns = largest == 15 ? 8 : 4;
+// Taken off codes before they are multiplied: bytes are multiplied as signed numbers where an instruction takes signs.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <int largest>
+constexpr int kCodeOffset = largest == 255 ? 128 : 0;
+#else
+template <int largest>
+constexpr int kCodeOffset = 0;
+#endif
 template <int largest>
 inline std::int64_t code_panel_size(std::int64_t k) {
     return k / kStepColumns<largest> * kWordBytes * kPanelRows;
@@ -50,10 +61,22 @@ struct BlockScales {
     Floats scale(std::int64_t panel, std::int64_t g, int j) const {
         return level(inner, outer, is_signed, panel, g, j);
     }
-    // The factor of a sum of activations.
-    Floats offset(std::int64_t panel, std::int64_t g, int j, Floats scale) const {
-        const Floats of_zero = scale * -static_cast<float>(zero);
+    // The factor of a sum of activations, where `taken_off` is off the codes already.
+    Floats offset(std::int64_t panel, std::int64_t g, int j, Floats scale, int taken_off = 0) const {
+        const Floats of_zero = scale * static_cast<float>(taken_off - zero);
         return outer_minima ? of_zero + level(inner_minima, outer_minima, false, panel, g, j) : of_zero;
+    }
+
+    // Those of the weight `count` weights of `panels` panels behind this one.
+    BlockScales behind(std::int64_t count, std::int64_t panels) const {
+        const std::int64_t narrow = count * panels * (k / group) * kPanelRows;
+        const std::int64_t wide = count * panels * (k / outer_columns) * kPanelRows;
+        BlockScales found = *this;
+        found.inner = inner ? inner + narrow : nullptr;
+        found.outer = outer + wide;
+        found.inner_minima = inner_minima ? inner_minima + narrow : nullptr;
+        found.outer_minima = outer_minima ? outer_minima + wide : nullptr;
+        return found;
     }
 
   private:
@@ -70,13 +93,22 @@ struct BlockScales {
 };
 
 // Rounded activations: codes [M, K], scales [M, K / 32], and sums times scale over each group of the weight's columns.
-// For tiles there are the numbers that these mean as well, [M, K]; else null.
-template <typename T>
+// For tiles there are the numbers that these mean as well, [M, K]; else null. A block's row i is theirs `place(i)`.
+template <typename T, typename Place>
 struct BlockInput {
     const std::int8_t* codes;
     const float* scales;
     const float* sums;
     const T* numbers;
+    Place place;
+};
+
+// Some rows of these: where each begins.
+template <int rows>
+struct CodeRows {
+    const std::int8_t* codes[rows];
+    const float* scales[rows];
+    const float* sums[rows];
 };
 
 // Two numbers of each lane as bfloat16, the first in the lower half.
@@ -110,34 +142,49 @@ inline Ints add_pairs(BlockShorts v) {
 #endif
 }
 
-// Sums of products, in 16 bits as long as these hold them.
+// Sums of products of the words of a group, `number` of them from 0 on, in 16 bits as long as these hold them.
 template <int largest>
 struct CodeSums {
-    static constexpr int most = largest == 15 ? 8 : largest == 63 ? 2 : 0;  // products of a word that fit 16 bits
+    static constexpr int most = largest == 15 ? 8 : largest == 63 ? 2 : 1;  // products of a word that fit 16 bits
     Ints wide = {};
     BlockShorts narrow = {};
-    int count = 0;
 
-    void add(Words codes, Words x) {
-        if constexpr (most == 0) {
+    template <int number>
+    [[gnu::always_inline]] void add(Words codes, Words x) {
+#if defined(__AVX512BW__)
+        if constexpr (largest == 255) {
             wide = multiply_bytes(wide, codes, bits_as<Ints>(x));
-        } else {
-            const BlockShorts products = multiply_pairs(codes, x);
-            narrow = count ? narrow + products : products;
-            if (++count == most) {
-                wide += add_pairs(narrow);
-                count = 0;
-            }
+            return;
         }
+#else
+        // Signed by signed: magnitudes of codes, up to 128, by x with the codes' signs.
+        if constexpr (largest == 255) {
+            x = bits_as<Words>(_mm256_sign_epi8(bits_as<__m256i>(x), bits_as<__m256i>(codes)));
+            codes = bits_as<Words>(_mm256_abs_epi8(bits_as<__m256i>(codes)));
+        }
+#endif
+        const BlockShorts products = multiply_pairs(codes, x);
+        narrow = number % most ? narrow + products : products;
+        if constexpr (number % most == most - 1) wide = number < most ? add_pairs(narrow) : wide + add_pairs(narrow);
     }
-    Ints total() const { return most != 0 && count ? wide + add_pairs(narrow) : wide; }
+    template <int count>
+    [[gnu::always_inline]] Ints total() const {
+        if constexpr (most == 1 || count % most == 0) return wide;
+        return count < most ? add_pairs(narrow) : wide + add_pairs(narrow);
+    }
 };
 #else
 template <int largest>
 struct CodeSums {
     Ints wide = {};
-    void add(Words codes, Words x) { wide = multiply_bytes(wide, codes, bits_as<Ints>(x)); }
-    Ints total() const { return wide; }
+    template <int number>
+    [[gnu::always_inline]] void add(Words codes, Words x) {
+        wide = multiply_bytes(wide, codes, bits_as<Ints>(x));
+    }
+    template <int count>
+    [[gnu::always_inline]] Ints total() const {
+        return wide;
+    }
 };
 #endif
 
@@ -177,21 +224,27 @@ template <int largest, int group, int rows>
 [[gnu::always_inline]] inline void multiply_codes(
     Ints (&totals)[rows], const std::int8_t* const (&x)[rows], const std::uint8_t* step
 ) {
-    constexpr int columns = kStepColumns<largest>;
+    constexpr int columns = kStepColumns<largest>, words_in_step = columns / kWordBytes;
     CodeSums<largest> sums[rows];
-    unrolled<group / columns>([&](auto s) {
-        const auto words = load_raw<Words>(step + s * kWordBytes * kPanelRows);
+    unrolled<group / columns>([&](auto s) __attribute__((always_inline)) {
+        constexpr int first = s * words_in_step;
+        auto words = load_raw<Words>(step + s * kWordBytes * kPanelRows);
         if constexpr (largest == 15) {
             const Words low = words & 0x0f0f0f0fu, high = words >> 4 & 0x0f0f0f0fu;
-            unrolled<rows>([&](auto r) {
-                sums[r].add(low, spread(x[r] + s * columns));
-                sums[r].add(high, spread(x[r] + s * columns + kWordBytes));
+            unrolled<rows>([&](auto r) __attribute__((always_inline)) {
+                sums[r].template add<first>(low, spread(x[r] + s * columns));
+                sums[r].template add<first + 1>(high, spread(x[r] + s * columns + kWordBytes));
             });
         } else {
-            unrolled<rows>([&](auto r) { sums[r].add(words, spread(x[r] + s * columns)); });
+            if constexpr (kCodeOffset<largest> != 0) words ^= 0x80808080u;
+            unrolled<rows>([&](auto r) __attribute__((always_inline)) {
+                sums[r].template add<first>(words, spread(x[r] + s * columns));
+            });
         }
     });
-    unrolled<rows>([&](auto r) { totals[r] = sums[r].total(); });
+    unrolled<rows>([&](auto r) __attribute__((always_inline)) {
+        totals[r] = sums[r].template total<group / kWordBytes>();
+    });
 }
 
 template <int largest>
@@ -200,11 +253,11 @@ struct CodeWeight {
     BlockScales scales;
 
     // `finish(i, 16 sums, column)` takes the results of row i. Its bits depend on how many rows there are only where x
-    // has numbers, which tiles multiply.
-    template <typename T, typename Finish>
-    void multiply(const Block& block, const BlockInput<T>& x, const Finish& finish) const {
+    // has numbers, which tiles multiply in blocks of more rows than vector registers are as fast for.
+    template <typename T, typename Place, typename Finish>
+    void multiply(const Block& block, const BlockInput<T, Place>& x, const Finish& finish) const {
         if constexpr (std::is_same_v<T, bfloat16>) {
-            if (x.numbers) return multiply_numbers(block, x, finish);
+            if (x.numbers && block.rows > kMostCodeRows) return multiply_numbers(block, x, finish);
         }
         const std::int64_t tiles = ceil_div(block.rows, kCodeRows);
         for (std::int64_t p = block.first_panel; p < block.first_panel + block.panels; ++p) {
@@ -223,9 +276,9 @@ struct CodeWeight {
 
   private:
     // The weight becomes bfloat16, once for a block of rows.
-    template <typename Finish>
-    void multiply_numbers(const Block& block, const BlockInput<bfloat16>& x, const Finish& finish) const {
-        const std::int64_t k = scales.k, step = std::min(k, kBlockColumns), stride = step * kPanelRows;
+    template <typename Place, typename Finish>
+    void multiply_numbers(const Block& block, const BlockInput<bfloat16, Place>& x, const Finish& finish) const {
+        const std::int64_t k = scales.k, step = std::min(k, kBlockColumns<bfloat16>), stride = step * kPanelRows;
         bfloat16* wide = scratch<bfloat16>(block.panels * stride);
         const auto give = [&](std::int64_t first, std::int64_t columns) {
             for (std::int64_t p = block.first_panel; p < block.first_panel + block.panels; ++p) {
@@ -234,33 +287,51 @@ struct CodeWeight {
             }
             return Panels<bfloat16>{wide, stride};
         };
-        const auto row = [&](std::int64_t i) { return x.numbers + i * k; };
+        const auto row = [&](std::int64_t i) { return x.numbers + x.place(i) * k; };
         multiply_block<bfloat16>(block, k, step, false, give, row, finish);
     }
 
-    template <int group, int rows, typename T, typename Finish>
-    void multiply_panel(std::int64_t first_row, std::int64_t p, const BlockInput<T>& x, const Finish& finish) const {
-        const std::int64_t k = scales.k, groups = k / group, step = code_panel_size<largest>(k) / groups;
-        const std::uint8_t* panel = codes + p * code_panel_size<largest>(k);
+    template <int group, int rows, typename X, typename Finish>
+    void multiply_panel(std::int64_t first_row, std::int64_t p, const X& x, const Finish& finish) const {
+        const std::int64_t k = scales.k;
+        CodeRows<rows> of_x;
+        for (int r = 0; r < rows; ++r) {
+            const std::int64_t row = x.place(first_row + r);
+            of_x.codes[r] = x.codes + row * k;
+            of_x.scales[r] = x.scales + row * (k / kBlockGroup);
+            of_x.sums[r] = x.sums + row * (k / group);
+        }
         Sums sums[rows];
-        unrolled<rows>([&](auto r) { sums[r] = Sums{}; });
+        for (int j = 0; j < kVectors; ++j) multiply_part<group, rows>(sums, p, j, of_x);
+        for (int r = 0; r < rows; ++r) finish(first_row + r, sums[r], p * kPanelRows);
+    }
+
+    // kLanes rows of a panel, so that all sums stay in registers. Compiled once for all that x and results may be.
+    template <int group, int rows>
+    [[gnu::noinline]] void multiply_part(Sums (&results)[rows], std::int64_t p, int j, const CodeRows<rows>& x) const {
+        const std::int64_t k = scales.k, groups = k / group, step = code_panel_size<largest>(k) / groups;
+        const std::uint8_t* panel = codes + p * code_panel_size<largest>(k) + j * HARDPOINT_VECTOR_BYTES;
+        const std::int8_t* from[rows];
+        Floats sums[rows];
+        unrolled<rows>([&](auto r) __attribute__((always_inline)) {
+            from[r] = x.codes[r];
+            sums[r] = Floats{};
+        });
         for (std::int64_t g = 0; g < groups; ++g, panel += step) {
-            const std::int8_t* from[rows];
-            unrolled<rows>([&](auto r) { from[r] = x.codes + (first_row + r) * k + g * group; });
-            for (std::int64_t at = 0; at < step; at += 64) fetch<kFetchAheadInOrder>(panel + at);
-            unrolled<kVectors>([&](auto j) {
-                Ints totals[rows];
-                multiply_codes<largest, group, rows>(totals, from, panel + j * HARDPOINT_VECTOR_BYTES);
-                const Floats scale = scales.scale(p, g, j), offset = scales.offset(p, g, j, scale);
-                unrolled<rows>([&](auto r) {
-                    const std::int64_t row = first_row + r;
-                    const float x_scale = x.scales[row * (k / kBlockGroup) + g * group / kBlockGroup];
-                    sums[r].v[j] += scale * x_scale * __builtin_convertvector(totals[r], Floats);
-                    sums[r].v[j] += offset * x.sums[row * groups + g];
-                });
+            if (j == 0) {
+                for (std::int64_t at = 0; at < step; at += 64) fetch<kFetchAheadInOrder>(panel + at);
+            }
+            Ints totals[rows];
+            multiply_codes<largest, group, rows>(totals, from, panel);
+            const Floats scale = scales.scale(p, g, j), offset = scales.offset(p, g, j, scale, kCodeOffset<largest>);
+            unrolled<rows>([&](auto r) __attribute__((always_inline)) {
+                from[r] += group;
+                const float x_scale = x.scales[r][g * group / kBlockGroup];
+                sums[r] += scale * x_scale * __builtin_convertvector(totals[r], Floats);
+                sums[r] += offset * x.sums[r][g];
             });
         }
-        unrolled<rows>([&](auto r) { finish(first_row + r, sums[r], p * kPanelRows); });
+        unrolled<rows>([&](auto r) __attribute__((always_inline)) { results[r].v[j] = sums[r]; });
     }
 };
 
@@ -287,7 +358,7 @@ struct LinearBlocks {
         };
         const BlockScales scales{inner, outer, inner_minima, outer_minima, k, group, outer_columns, zero, is_signed};
         for_each_block(Cut(m, n, kCodePanels<largest>), chunk, [&](const Block& block) {
-            const BlockInput<T> x{x_codes, x_scales, x_sums, x_numbers};
+            const BlockInput x{x_codes, x_scales, x_sums, x_numbers, [](std::int64_t i) { return i; }};
             CodeWeight<largest>{codes, scales}.multiply(block, x, finish);
         });
     }

@@ -27,7 +27,7 @@ struct LinearFloat4 {
             store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
         };
         const Nibbles<S, E2M1Codes> w{steps, scales, nullptr, outer, k, group};
-        for_each_block(Cut(m, n, kNibblePanels), chunk, [&](const Block& block) {
+        for_each_block<kNibbleBlock<T>>(Cut(m, n, kNibblePanels), chunk, [&](const Block& block) {
             NibbleWeight<T, Nibbles<S, E2M1Codes>>{w, n, alike != 0}.multiply(block, row, finish);
         });
     }

@@ -27,7 +27,7 @@ struct LinearInt4 {
         const auto finish = [&](std::int64_t i, const Sums& sums, std::int64_t column) {
             store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
         };
-        for_each_block(Cut(m, n, kNibblePanels), chunk, [&](const Block& block) {
+        for_each_block<kNibbleBlock<T>>(Cut(m, n, kNibblePanels), chunk, [&](const Block& block) {
             NibbleWeight<T, Nibbles<S, Int4Codes>>{{steps, scales, zeros, nullptr, k, group}, n, alike != 0}.multiply(block, row, finish);
         });
     }

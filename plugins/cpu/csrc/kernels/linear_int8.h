@@ -17,6 +17,13 @@ constexpr int kOffset = 128;
 // Panels in a chunk: 128 KiB where K is 1024.
 constexpr std::int64_t kBytePanels = 2 * kTilePanels;
 
+// Rows of x whose products with bytes are summed in registers.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kByteTileRows = 4;
+#else
+constexpr int kByteTileRows = kTileRows;
+#endif
+
 inline std::int64_t byte_panel_size(std::int64_t k) { return ceil_div(k, kBytesInGroup) * kBytesInGroup * kPanelRows; }
 
 struct IntSums {
@@ -106,15 +113,16 @@ struct ByteWeight {
         if constexpr (kTiled<std::int8_t>) {
             if (by_tiles(block)) return multiply_signed(block, row, scale, finish);
         }
-        for_each_tile(block.rows, block.panels, [&](auto rows, auto count, std::int64_t tile) {
+        for_each_tile<kByteTileRows>(block.rows, block.panels, [&](auto rows, auto count, std::int64_t tile, std::int64_t panel) {
             IntSums sums[rows][count];
+            const std::int64_t first = block.first_panel + panel;
             const std::int8_t* x[rows];
             for (int r = 0; r < rows; ++r) x[r] = row(block.first_row + tile + r);
-            hardpoint::HARDPOINT_LEVEL::multiply<rows, count>(sums, x, panels + block.first_panel * stride, stride, k);
+            hardpoint::HARDPOINT_LEVEL::multiply<rows, count>(sums, x, panels + first * stride, stride, k);
             for (int r = 0; r < rows; ++r) {
                 const std::int64_t i = block.first_row + tile + r;
                 for (int p = 0; p < count; ++p) {
-                    const std::int64_t column = (block.first_panel + p) * kPanelRows;
+                    const std::int64_t column = (first + p) * kPanelRows;
                     for (int j = 0; j < kVectors; ++j) {
                         sums[r][p].v[j] -= load_raw<Ints>(row_sums + column + j * kLanes) * kOffset;
                     }
@@ -288,16 +296,16 @@ struct WideByteWeight {
                 });
             }
         }
-        const std::int64_t step = std::min(k, block.rows <= kFewRows ? kFewColumns : kBlockColumns),
-                           stride = ceil_div(step, kGroup<T>) * kGroup<T> * kPanelRows;
-        T* wide = scratch<T>(block.panels * stride);
+        const std::int64_t step = std::min(k, block.rows <= kFewRows ? kFewColumns : kBlockColumns<Made<T>>),
+                           stride = ceil_div(step, kGroup<Made<T>>) * kGroup<Made<T>> * kPanelRows;
+        Made<T>* wide = scratch<Made<T>>(block.panels * stride);
         const auto give = [&](std::int64_t first, std::int64_t columns) {
             for (std::int64_t p = 0; p < block.panels; ++p) {
                 widen_bytes(panels + (block.first_panel + p) * byte_panel_size(k), first, columns, wide + p * stride);
             }
-            return Panels<T>{wide, stride};
+            return Panels<Made<T>>{wide, stride};
         };
-        multiply_block<T>(block, k, step, alike, give, row, [&](std::int64_t i, Sums sums, std::int64_t column) {
+        multiply_block<Made<T>>(block, k, step, alike, give, row, [&](std::int64_t i, Sums sums, std::int64_t column) {
             finish(i, scaled(sums, column), column);
         });
     }

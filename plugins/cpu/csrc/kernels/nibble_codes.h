@@ -2,23 +2,29 @@
 //
 // `values(words)` are the numbers of the codes in the lowest four bits of each word, whatever stands above them.
 // `for_each_column(words, f)` calls f(constant column, numbers) for the 8 columns of a step's word (see nibbles.h), with
-// numbers that are to be multiplied by kUnit, once for all of them.
+// numbers that are to be multiplied by kUnit, once for all of them. `for_each_pair(words, f)` calls f(constant i, words)
+// with the columns 2 * i and 2 * i + 1 of the step as whole numbers u of 16 bits, of (u - kShortZero) * kShortUnit.
 #pragma once
 
 #include "panels.h"
 
 namespace hardpoint::HARDPOINT_LEVEL {
 
+constexpr int kNibbleColumns = 8;  // in a step
+constexpr int kStepBytes = kNibbleColumns * kPanelRows / 2;
+constexpr std::int64_t kNibblePanels = 4 * kTilePanels;  // in a chunk: as many bytes as of int8
 constexpr int kNibbleZero = 8;  // of integers without zero points
 
 // The codes' numbers times kPerOne, which are whole, as bytes; twice, as AVX2 looks up within 16 bytes.
 struct Int4Table {
     static constexpr float kPerOne = 1;
+    static constexpr int kLeast = -8;
     alignas(32) static constexpr std::int8_t bytes[32] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7,
                                                           -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 };
 struct E2M1Table {
     static constexpr float kPerOne = 2;
+    static constexpr int kLeast = -12;
     alignas(32) static constexpr std::int8_t bytes[32] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
                                                           0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 };
@@ -62,6 +68,38 @@ struct TableCodes {
     }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
+    static constexpr float kShortZero = -Table::kLeast, kShortUnit = 1 / Table::kPerOne;
+
+    // The numbers less the least of them. Those of integers are their codes.
+    static constexpr bool kInOrder = Table::bytes[15] == Table::bytes[0] + 15;
+    struct Bytes16 {
+        alignas(16) std::uint8_t at[16];
+    };
+    static constexpr Bytes16 positive = [] {
+        Bytes16 found{};
+        for (int code = 0; code < 16; ++code) found.at[code] = static_cast<std::uint8_t>(Table::bytes[code] - Table::kLeast);
+        return found;
+    }();
+
+    template <typename F>
+    [[gnu::always_inline]] static void for_each_pair(Words words, F&& f) {
+        if constexpr (kInOrder) {
+            unrolled<4>([&](auto i) __attribute__((always_inline)) { f(i, words >> (4 * i) & 0x000f000fu); });
+        } else {
+            // Of two bytes of `low` one is column {0, 1} and one {4, 5}, of `high` {2, 3} and {6, 7}.
+            const Words low = positive_bytes(words & 0x0f0f0f0fu), high = positive_bytes(words >> 4 & 0x0f0f0f0fu);
+            f(std::integral_constant<int, 0>{}, low & 0x00ff00ffu);
+            f(std::integral_constant<int, 1>{}, high & 0x00ff00ffu);
+            f(std::integral_constant<int, 2>{}, low >> 8 & 0x00ff00ffu);
+            f(std::integral_constant<int, 3>{}, high >> 8 & 0x00ff00ffu);
+        }
+    }
+
+    [[gnu::always_inline]] static Words positive_bytes(Words codes) {
+        const auto table = load_raw<__m128i>(positive.at);
+        return bits_as<Words>(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), bits_as<__m256i>(codes)));
+    }
+
     // A byte in the place of a word's highest is its number times 2^24, so that the others need only be cleared.
     static constexpr float kUnit = 0x1p-24f / Table::kPerOne;
 

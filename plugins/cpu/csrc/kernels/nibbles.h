@@ -8,13 +8,10 @@
 
 #include "linear.h"
 #include "nibble_codes.h"
+#include "nibble_shorts.h"
 #include "scratch.h"
 
 namespace hardpoint::HARDPOINT_LEVEL {
-
-constexpr int kNibbleColumns = 8;  // in a step
-constexpr int kStepBytes = kNibbleColumns * kPanelRows / 2;
-constexpr std::int64_t kNibblePanels = 4 * kTilePanels;  // as many bytes as of int8
 
 // Nibbles are multiplied as they come for tiles of at most so many rows of x, one panel after the other, which the
 // memory delivers fastest. For a block of more rows than kMostNibbleRows they become numbers in memory first.
@@ -33,6 +30,7 @@ struct NibbleGroup {
     const S* scales;            // [16]
     const std::uint8_t* zeros;  // [16], or null: all kNibbleZero
 
+    NibbleGroup next() const { return {scales + kPanelRows, zeros ? zeros + kPanelRows : nullptr}; }
     Floats scale(int j) const { return load(scales + j * kLanes); }
     // The number taken off the value of a code.
     Floats zero(int j) const {
@@ -196,6 +194,15 @@ struct NibbleWeight {
 
     template <typename Row, typename Finish>
     void multiply(const Block& block, const Row& row, const Finish& finish) const {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        if constexpr (kByShorts<T>) return ShortWeight<W>{w}.multiply(block, row, finish);
+#endif
+        multiply_floats(block, row, finish);
+    }
+
+  private:
+    template <typename Row, typename Finish>
+    void multiply_floats(const Block& block, const Row& row, const Finish& finish) const {
         if (block.rows <= kMostNibbleRows && !alike) {
             const std::int64_t tiles = ceil_div(block.rows, kNibbleRows);
             for (std::int64_t i = 0; i < tiles; ++i) {
@@ -207,18 +214,17 @@ struct NibbleWeight {
             }
             return;
         }
-        const std::int64_t step = std::min(w.k, kBlockColumns), stride = step * kPanelRows;
-        T* wide = scratch<T>(block.panels * stride);
+        const std::int64_t step = std::min(w.k, kBlockColumns<Made<T>>), stride = step * kPanelRows;
+        Made<T>* wide = scratch<Made<T>>(block.panels * stride);
         const auto give = [&](std::int64_t first, std::int64_t columns) {
             for (std::int64_t p = 0; p < block.panels; ++p) {
                 widen_nibbles(w, block.first_panel + p, first, columns, wide + p * stride);
             }
-            return Panels<T>{wide, stride};
+            return Panels<Made<T>>{wide, stride};
         };
-        multiply_block<T>(block, w.k, step, alike, give, row, finish);
+        multiply_block<Made<T>>(block, w.k, step, alike, give, row, finish);
     }
 
-  private:
     using Codes = typename W::Codes;
     using X = NibbleInput<T>;
 

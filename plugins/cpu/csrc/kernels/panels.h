@@ -7,6 +7,7 @@
 // Axes: M rows of x, N rows of the weight, K columns of both.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "../constants.h"
@@ -25,13 +26,13 @@ struct Sums {
 
 inline std::int64_t num_panels(std::int64_t n) { return ceil_div(n, kPanelRows); }
 
-// How large a tile of results is kept in registers: rows of x times panels.
+// How large a tile of results is kept in registers: rows of x times panels, and at most so many results for all.
 #if defined(__AVX512F__)
-constexpr int kTileRows = 6, kTilePanels = 4;
+constexpr int kTileRows = 6, kTilePanels = 4, kTileResults = 24;
 #elif defined(__AVX2__)
-constexpr int kTileRows = 4, kTilePanels = 1;
+constexpr int kTileRows = 6, kTilePanels = 4, kTileResults = 6;
 #else
-constexpr int kTileRows = 2, kTilePanels = 1;
+constexpr int kTileRows = 2, kTilePanels = 1, kTileResults = 2;
 #endif
 
 // Rows of x that a kernel takes together where there are many.
@@ -42,8 +43,10 @@ constexpr int kRowsTogether = kTileRows;
 #endif
 
 // Columns that are multiplied before the next rows of x are taken: a block of panels then stays in the second-level
-// cache. Half as many, with their results carried in between, was 5 % slower on a Zen 5.
-constexpr std::int64_t kBlockColumns = 1024;
+// cache. Half as many, with their results carried in between, was 5 % slower on a Zen 5. Where registers are half as
+// long, so that a tile has one panel of floats, that panel stays in the first-level cache.
+template <typename T>
+constexpr std::int64_t kBlockColumns = kLanes < 16 && std::is_same_v<T, float> ? 256 : 1024;
 
 // How far ahead panels are fetched, in bytes. The processor's own prefetching stops at each page, and with a few rows
 // of x there is too little else to do: without this, 8 rows were 10 % slower on a Zen 5. Where one panel is read after
@@ -83,15 +86,15 @@ struct Block {
     std::int64_t first_row, rows, first_panel, panels;
 };
 
-// Call f(block) for all blocks of one chunk, each at most kTilePanels wide.
-template <typename F>
+// Call f(block) for all blocks of one chunk, each at most `most` panels wide.
+template <std::int64_t most = kTilePanels, typename F>
 inline void for_each_block(const Cut& cut, std::int64_t chunk, F&& f) {
     const std::int64_t row = chunk / cut.panel_blocks * cut.rows_per_block;
     const std::int64_t rows = std::min(cut.rows_per_block, cut.m - row);
     const std::int64_t first = chunk % cut.panel_blocks * cut.panels_per_block;
     const std::int64_t end = std::min(first + cut.panels_per_block, num_panels(cut.n));
-    for (std::int64_t panel = first; panel < end; panel += kTilePanels) {
-        f(Block{row, rows, panel, std::min<std::int64_t>(kTilePanels, end - panel)});
+    for (std::int64_t panel = first; panel < end; panel += most) {
+        f(Block{row, rows, panel, std::min(most, end - panel)});
     }
 }
 
@@ -113,15 +116,22 @@ inline void with_constant(std::int64_t n, F&& f) {
     f(std::integral_constant<int, most>{});
 }
 
-// Call tile(rows, panels, first row) with constants for all rows of a block, some at a time, as evenly as can be.
-template <typename Tile>
+// Call tile(rows, panels, first row, first panel) with constants for all of a block, rows as evenly as can be. The next
+// panels are taken when all rows have met the last ones, which stay in the nearest cache.
+template <int most_rows = kTileRows, typename Tile>
 inline void for_each_tile(std::int64_t rows, std::int64_t panels, Tile&& tile) {
-    const std::int64_t tiles = ceil_div(rows, kTileRows);
-    for (std::int64_t i = 0; i < tiles; ++i) {
-        const std::int64_t first = rows * i / tiles, count = rows * (i + 1) / tiles - first;
-        with_constant<kTileRows>(count, [&](auto r) {
-            with_constant<kTilePanels>(panels, [&](auto p) { tile(r, p, first); });
-        });
+    const std::int64_t tiles = ceil_div(rows, most_rows);
+    // The widest tile, of the fewest rows, says how many panels are taken at a time.
+    const std::int64_t wide = std::max<std::int64_t>(1, kTileResults / std::max<std::int64_t>(1, ceil_div(rows, tiles)));
+    const std::int64_t together = std::min<std::int64_t>(kTilePanels, wide);
+    for (std::int64_t panel = 0; panel < panels; panel += together) {
+        for (std::int64_t i = 0; i < tiles; ++i) {
+            const std::int64_t first = rows * i / tiles, count = rows * (i + 1) / tiles - first;
+            with_constant<most_rows>(count, [&](auto r) {
+                constexpr int most = std::clamp(kTileResults / r, 1, kTilePanels);
+                with_constant<most>(std::min(together, panels - panel), [&](auto p) { tile(r, p, first, panel); });
+            });
+        }
     }
 }
 

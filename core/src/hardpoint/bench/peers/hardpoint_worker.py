@@ -1,4 +1,4 @@
-"""Our own engine. Options are settings of EngineConfig."""
+"""Our own engine. Options are settings of EngineConfig; ``cpu.isa=avx2`` is the plugin cpu's setting ``isa``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ class HardpointWorker(Worker):
         from hardpoint.checkpoint.hf_config import HFConfig
 
         longest = min(2048, HFConfig.read(Path(model)).text.integer("max_position_embeddings"))
-        settings = {"platform": "cpu", "plugin_config": {"cpu": {"threads": threads}}, "max_model_len": longest}
+        plugins: dict[str, dict[str, Any]] = {"cpu": {"threads": threads}}
+        settings = {"platform": "cpu", "plugin_config": plugins, "max_model_len": longest}
         settings |= {"wait_for_kernels": True, "wait_for_graphs": True}
-        self._llm = LLM(model=model, enable_prefix_caching=False, max_num_seqs=64, **(settings | options))
+        for key, value in options.items():
+            plugin, dot, name = key.rpartition(".")
+            (plugins.setdefault(plugin, {}) if dot else settings)[name] = value
+        self._llm = LLM(model=model, enable_prefix_caching=False, max_num_seqs=64, **settings)
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         from hardpoint import SamplingParams
