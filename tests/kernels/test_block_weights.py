@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardpoint.checkpoint.gguf.blocks import SPECS
 from hardpoint.conformance.site import Site
@@ -85,6 +87,40 @@ def test_numbers(site: Site, name: str, dtype: str) -> None:
     got = block_numbers(kernel.prepack(slots), kernel.tiles, number).double()
     wanted = dequantize(slots, spec, torch.float64)
     assert ((got - wanted).abs() <= torch.finfo(number).eps * wanted.abs() + 1e-6 * wanted.abs().amax()).all()
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the bytes of the largest result of an operation."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_a_weight_is_laid_out_some_rows_at_a_time(site: Site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more memory than the weight itself, however large that is; and the pieces are as the whole."""
+    spec = SPECS[name].spec
+    slots = quantize_weight(_weight(200, 512), spec)
+    kernel = _kernel(site, spec, "bfloat16", 200, 512)
+    whole = kernel.prepack(slots)
+    monkeypatch.setattr("hardpoint.kernels.block_tiles._PIECE", 32 * 512)
+    with _Largest() as seen:  # type: ignore[no-untyped-call]  # the mode of torch has no types
+        pieces = kernel.prepack(slots)
+    assert all(torch.equal(whole[slot], pieces[slot]) for slot in whole)
+    # The weight itself as it was and as it is, and 32 bits for each element of a piece.
+    assert seen.nbytes <= max(4 * 32 * 512, pieces["weight"].nbytes, slots["weight"].nbytes)
+
+
+@pytest.mark.parametrize("format_", ["bfloat16", "float8_e4m3fn"])
+def test_scales_that_a_record_does_not_hold_are_refused(format_: str) -> None:
+    spec = replace(SPECS["Q5_0"].spec, scales=(Scale(format_, (1, 32)),))
+    workload = LinearWorkload(dtype="bfloat16", in_features=64, out_features=16, spec=(spec, QuantSpec("bfloat16")))
+    assert [reason.code for reason in TritonBlockLinear.supports(workload, _DEVICE)] == ["group"]
 
 
 def test_codes_at_the_ends_of_their_range(site: Site) -> None:

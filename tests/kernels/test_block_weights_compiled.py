@@ -9,14 +9,15 @@ import torch
 
 from hardpoint.checkpoint.gguf.blocks import SPECS
 from hardpoint.kernels.block_tiles import BlockTiles
-from hardpoint.kernels.block_tuning import BlockCut, block_cut
+from hardpoint.kernels.block_tuning import BlockCut, block_cut, block_table
 from hardpoint_plugin_api import QuantSpec
 from tests.kernels.compiling import SHARED_KIB, Job, compile_in_stages_that_fit, compile_kernels
+from tests.kernels.test_tables import context_of
 
 _ROWS = (1, 64)
 _MORE = ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K")
-_TARGETS = ("sm_90", "gfx942")
-_MATRIX_UNITS = {"sm_90": ("wgmma.mma_async", "mma.sync"), "gfx942": ("v_mfma",)}
+_TARGETS = ("sm_90", "gfx942", "gfx1201")
+_MATRIX_UNITS = {"sm_90": ("wgmma.mma_async", "mma.sync"), "gfx942": ("v_mfma",), "gfx1201": ("v_wmma",)}
 
 
 def _weight(spec: QuantSpec) -> tuple[dict[str, str], dict[str, Any]]:
@@ -30,6 +31,11 @@ def _weight(spec: QuantSpec) -> tuple[dict[str, str], dict[str, Any]]:
     pointers |= {name: kinds[name] for name, is_there in there.items() if is_there}
     absent = {name: None for name, is_there in there.items() if not is_there}
     return pointers, {**absent, "GROUP": tiles.group, "BIAS": tiles.bias, "SIGNED": tiles.is_signed}
+
+
+def _cut(target: str, rows: int) -> BlockCut:
+    """By the target's own tables."""
+    return block_cut(rows, 4096, 2, block_table(context_of(target)))
 
 
 def _product(target: str, spec: QuantSpec, cut: BlockCut) -> Job:
@@ -59,12 +65,11 @@ def _numbers(target: str, spec: QuantSpec) -> Job:
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", *(pytest.param(name, marks=pytest.mark.nightly) for name in _MORE)])
 def test_products_run_on_matrix_units_and_fit(name: str) -> None:
     targets = _TARGETS if name == "Q4_K" else ("sm_90",)
-    jobs = [_product(target, SPECS[name].spec, block_cut(rows, 4096, 2)) for target in targets for rows in _ROWS]
+    jobs = [_product(target, SPECS[name].spec, _cut(target, rows)) for target in targets for rows in _ROWS]
     for compiled in compile_in_stages_that_fit(jobs, 300.0):
         assert compiled.shared <= SHARED_KIB[compiled.job.target] << 10, compiled
         assert compiled.spilled == 0, compiled
-        if compiled.job.target == "sm_90" or compiled.job.constexprs["BLOCK_M"] >= 16:  # AMD's have 16 rows at least
-            assert any(map(compiled.count, _MATRIX_UNITS[compiled.job.target])), compiled.assembly
+        assert any(map(compiled.count, _MATRIX_UNITS[compiled.job.target])), compiled.assembly
 
 
 @pytest.mark.parametrize(

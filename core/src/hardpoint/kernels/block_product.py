@@ -67,11 +67,7 @@ def block_product(
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile in tl.range(start, end, num_stages=STAGES):
         at = first + tile * (TILE_ROWS * WORDS)
-        words = tl.load(words_ptr + at).to(tl.uint32, bitcast=True)
-        high = words
-        if high_ptr is not None:
-            pair = tl.load(high_ptr + at).to(tl.uint16, bitcast=True).to(tl.uint32)
-            high = pair | (pair << 8)
+        words, high = block_words(words_ptr, high_ptr, at)
         scales, minima, outer, outer_min = block_scales(scale_ptr, outer_ptr, min_ptr, outer_min_ptr, tile, n, N)
         for place in tl.static_range(4):
             k = tile * TILE_COLUMNS + place * PLACE_COLUMNS + column
@@ -99,6 +95,17 @@ def block_product(
                     total = tl.sum(x.to(tl.float32), 0)[None, :]
                     sums += total * (number_of(minima, place, parts, SIGNED) * outer_min)
     return sums
+
+
+@triton.jit
+def block_words(words_ptr, high_ptr, at):
+    """The words at ``at``, and beside each its half word, whose upper byte lies in its upper half, too: uint32."""
+    words = tl.load(words_ptr + at).to(tl.uint32, bitcast=True)
+    high = words
+    if high_ptr is not None:
+        pair = tl.load(high_ptr + at).to(tl.uint16, bitcast=True).to(tl.uint32)
+        high = pair | (pair << 8)
+    return words, high
 
 
 @triton.jit

@@ -29,8 +29,11 @@ OUTER_COLUMNS = 256
 """Columns of a scale of the second level."""
 
 _GROUPS = (16, 32)
+_SCALES = ("int8", "uint8", "float16")
 _MOST_BITS = 6
 _RECORD_BITS = 64
+_PIECE = 1 << 22
+"""Elements that are laid out at once, in about twenty bytes each."""
 
 
 def unsupported_blocks(spec: QuantSpec, columns: int) -> list[Reason]:
@@ -40,9 +43,9 @@ def unsupported_blocks(spec: QuantSpec, columns: int) -> list[Reason]:
     bits = TILE_COLUMNS // group * dtype_of(inner.format).itemsize * 8 if group in _GROUPS else 0
     if element.bits > _MOST_BITS or not element.takes_zero_point:
         return [Reason("element", "elements", wanted=spec.element, supported=f"integers of 2 to {_MOST_BITS} bits")]
-    if not 0 < bits <= _RECORD_BITS or inner.format.startswith("float8"):
+    if not 0 < bits <= _RECORD_BITS or inner.format not in _SCALES:
         wanted = f"{inner.format} for {group} columns"
-        return [Reason("group", "scales", wanted=wanted, supported="8 bits for 16 columns, 8 or 16 bits for 32")]
+        return [Reason("group", "scales", wanted=wanted, supported="int8 or uint8 for 16 columns, or float16 for 32")]
     if len(spec.scales) > 1 and last != OUTER_COLUMNS:
         return [Reason("outer", "outer scales", wanted=f"for {last} columns", supported=f"for {OUTER_COLUMNS} columns")]
     if columns % last:
@@ -80,15 +83,21 @@ class BlockTiles:
         ``weight_scale`` and ``weight_min`` are words [T, N] of 4 or 8 numbers, those of the second level
         [K / 256, N].
         """
-        codes = self._codes(weights["weight"])
-        whole = pad(codes, (0, -self.columns % TILE_COLUMNS, 0, -len(codes) % TILE_ROWS))
-        # [rows, T, places, words, halves]: code 32 * place + 2 * word + half of a tile.
-        places = whole.unflatten(1, (-1, 4, WORDS, 2)).int()
-        shifts = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], device=codes.device)[:, None, :]
-        packed = {"weight": self._by_blocks(((places & 0xF).long() << shifts).sum((2, 4)).to(torch.int32))}
+        stored = weights["weight"]
+        blocks, tiles = -(-len(stored) // TILE_ROWS), -(-self.columns // TILE_COLUMNS)
+        packed = {"weight": stored.new_empty(blocks, tiles, TILE_ROWS, WORDS, dtype=torch.int32)}
         if self.spec.number_format.bits > 4:
-            shifts = torch.tensor([[0, 8], [2, 10], [4, 12], [6, 14]], device=codes.device)[:, None, :]
-            packed["high"] = self._by_blocks(((places >> 4) << shifts).sum((2, 4)).to(torch.int16))
+            packed["high"] = stored.new_empty(packed["weight"].shape, dtype=torch.int16)
+        height = max(1, _PIECE // (TILE_ROWS * tiles * TILE_COLUMNS))
+        for first in range(0, blocks, height):
+            codes = self._codes(stored[first * TILE_ROWS : (first + height) * TILE_ROWS])
+            whole = pad(codes, (0, -self.columns % TILE_COLUMNS, 0, -len(codes) % TILE_ROWS)).int()
+            # [blocks, rows, T, places, words, halves]: code 32 * place + 2 * word + half of a tile.
+            places = whole.unflatten(1, (tiles, 4, WORDS, 2)).unflatten(0, (-1, TILE_ROWS)).transpose(1, 2)
+            for name, bits in (("weight", places & 0xF), ("high", places >> 4)):
+                if name in packed:
+                    shifted = bits << _shifts(packed[name].dtype, stored.device)
+                    packed[name][first : first + height] = shifted.sum((3, 5), dtype=torch.int32)
         for slot in (scale_slot, minimum_slot) if self.spec.minimum else (scale_slot,):
             packed[slot(0)] = self._records(weights[slot(0)])
             if len(self.spec.scales) > 1:
@@ -99,11 +108,6 @@ class BlockTiles:
         """Stored elements as codes that count from 0, uint8 [N, K]."""
         codes = unpack_nibbles(stored) if self.spec.packing == "nibbles" else stored.view(torch.uint8)
         return (codes[:, : self.columns] & (1 << self.spec.number_format.bits) - 1) ^ self.bias
-
-    def _by_blocks(self, words: torch.Tensor) -> torch.Tensor:
-        """[rows, T, W] -> [B, T, 16, W]."""
-        blocks: torch.Tensor = words.unflatten(0, (-1, TILE_ROWS)).transpose(1, 2).contiguous()
-        return blocks
 
     def _records(self, numbers: torch.Tensor) -> torch.Tensor:
         """[N, groups] -> words [T, N] of a tile's numbers, the first in the lowest bits."""
@@ -119,12 +123,15 @@ class BlockTiles:
 
     def rows(self, packed: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         """``unpacked``, of the rows ``ids`` alone."""
-        shifts = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], device=ids.device)[:, None, :]
         block, within = ids // TILE_ROWS, ids % TILE_ROWS
-        codes = packed["weight"][block, :, within][:, :, None, :, None] >> shifts & 0xF
+
+        def fields(name: str, most: int) -> torch.Tensor:
+            words = packed[name][block, :, within].int()[:, :, None, :, None]
+            return words >> _shifts(packed[name].dtype, ids.device) & most
+
+        codes = fields("weight", 15)
         if "high" in packed:
-            shifts = torch.tensor([[0, 8], [2, 10], [4, 12], [6, 14]], device=ids.device)[:, None, :]
-            codes = codes | (packed["high"][block, :, within].int()[:, :, None, :, None] >> shifts & 3) << 4
+            codes = codes | fields("high", 3) << 4
         codes = (codes.flatten(1)[:, : self.columns].to(torch.uint8) ^ self.bias).view(torch.uint8)
         slots = {"weight": pack_nibbles(codes) if self.spec.packing == "nibbles" else self._stored(codes)}
         for slot in (scale_slot, minimum_slot) if self.spec.minimum else (scale_slot,):
@@ -140,3 +147,9 @@ class BlockTiles:
         if not self.bias:
             return codes
         return (codes ^ self.bias).to(torch.int8) - self.bias
+
+
+def _shifts(word: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Where the bits of a code lie in a word of 32 bits, or a half word of 16: int32 [places, 1, halves]."""
+    place = torch.arange(4, device=device, dtype=torch.int32)[:, None, None] * word.itemsize
+    return place + torch.arange(2, device=device, dtype=torch.int32) * (4 * word.itemsize)

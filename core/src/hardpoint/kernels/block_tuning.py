@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from hardpoint.kernels.tables import Table, table, table_of
+from hardpoint.kernels.tables import NO_OPTIONS, Options, Table, table, table_of
 from hardpoint_plugin_api import BuildContext
 
 
@@ -28,6 +28,7 @@ class BlockCut:
     num_stages: int
     pieces: int = 1
     numbers_first: bool = False
+    options: Options = NO_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,15 @@ class BlockTuning:
     most_pieces: int = 1
     programs: int = 256
     numbers_first: bool = False
+    options: Options = NO_OPTIONS
 
     def cut(self, num_rows: int, n: int) -> BlockCut:
         """The cut for ``num_rows`` rows of x and a weight of ``n`` rows."""
         tiles, pieces = -(-num_rows // self.block_m) * -(-n // self.block_n), 1
         while pieces < self.most_pieces and tiles * pieces < self.programs:
             pieces *= 2
-        return BlockCut(self.block_m, self.block_n, self.num_warps, self.num_stages, pieces, self.numbers_first)
+        size = self.block_m, self.block_n, self.num_warps, self.num_stages
+        return BlockCut(*size, pieces, self.numbers_first, self.options)
 
 
 BlockTable = Table[BlockTuning]

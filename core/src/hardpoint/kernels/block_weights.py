@@ -23,19 +23,21 @@ from hardpoint.kernels.block_product import (
     block_codes,
     block_product,
     block_scales,
+    block_words,
     scaled_codes,
 )
 from hardpoint.kernels.block_tiles import BlockTiles, unsupported_blocks
 from hardpoint.kernels.block_tuning import BlockCut, BlockTable, block_cut, block_table
 from hardpoint.kernels.launch import begun, in_stages_that_fit
-from hardpoint.kernels.weight_only import sum_pieces
-from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason
+from hardpoint.kernels.weight_only import TiledLinear, sum_pieces
+from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearWorkload, Reason
 
 
-class TritonBlockLinear(LinearKernel):
+class TritonBlockLinear(TiledLinear):
     """Integers of 2 to 6 bits in groups of 16 or 32 columns, in one or two levels, with or without minima."""
 
     layout = "triton_block_tiles"
+    tiles: BlockTiles
 
     @classmethod
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
@@ -50,19 +52,10 @@ class TritonBlockLinear(LinearKernel):
         self.tiles = BlockTiles(workload.spec[0], workload.in_features, ctx.dtype)
         self._cuts = block_table(ctx)
 
-    def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return self.tiles.packed(weights)
-
     def apply(self, call: LinearCall) -> torch.Tensor:
         rows = call.x.reshape(-1, call.x.shape[-1])
         y = block_matmul(rows, call.weights, call.bias, self.tiles, cuts=self._cuts)
         return y.view(*call.x.shape[:-1], y.shape[1])
-
-    def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.tiles.unpacked(weights)
-
-    def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-        return self.tiles.rows(weights, ids)
 
 
 class DequantizedBlockLinear(TritonBlockLinear):
@@ -135,6 +128,7 @@ def _product(
         STAGES=cut.num_stages,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
+        **cut.options,
         **begun(x),
     )
     if cut.pieces > 1:
@@ -258,11 +252,7 @@ def _block_numbers(
     tile, row = tl.program_id(1), tl.arange(0, TILE_ROWS)[:, None]
     n = tl.program_id(0) * TILE_ROWS + row
     at = (tl.program_id(0).to(tl.int64) * T + tile) * (TILE_ROWS * WORDS) + row * WORDS + tl.arange(0, WORDS)[None, :]
-    words = tl.load(words_ptr + at).to(tl.uint32, bitcast=True)
-    high = words
-    if high_ptr is not None:
-        pair = tl.load(high_ptr + at).to(tl.uint16, bitcast=True).to(tl.uint32)
-        high = pair | (pair << 8)
+    words, high = block_words(words_ptr, high_ptr, at)
     scales, minima, outer, outer_min = block_scales(
         scale_ptr, outer_ptr, min_ptr, outer_min_ptr, tile, tl.minimum(n, N - 1), N
     )

@@ -8,6 +8,7 @@ Axes: M rows of x, N rows of the weight (out), K columns (in), T tiles of a row.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 import triton
@@ -25,10 +26,34 @@ _SUMS = 1024
 """Of pieces, that a program makes."""
 
 
-class TritonInt4Linear(LinearKernel):
+class Tiles(Protocol):
+    """A layout of weights in tiles, such as FourBitTiles: from a weight's slots, and back to numbers."""
+
+    def packed(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
+    def unpacked(self, packed: dict[str, torch.Tensor]) -> torch.Tensor: ...
+    def rows(self, packed: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor: ...
+
+
+class TiledLinear(LinearKernel):
+    """A kernel whose weights are laid out by ``tiles``, which a subclass sets."""
+
+    tiles: Tiles
+
+    def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self.tiles.packed(weights)
+
+    def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.tiles.unpacked(weights)
+
+    def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        return self.tiles.rows(weights, ids)
+
+
+class TritonInt4Linear(TiledLinear):
     """4-bit integers, or e2m1 with scales of a byte, for any number of rows of activations."""
 
     layout = "triton_int4_tiles"
+    tiles: FourBitTiles
 
     @classmethod
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
@@ -43,21 +68,12 @@ class TritonInt4Linear(LinearKernel):
         self.tiles = FourBitTiles(workload.spec[0], workload.in_features, ctx.dtype)
         self._cuts = int4_table(ctx)
 
-    def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return self.tiles.packed(weights)
-
     def apply(self, call: LinearCall) -> torch.Tensor:
         x = call.x
         rows = x.reshape(-1, x.shape[-1])
         tiles = self.tiles
         y = int4_matmul(rows, call.weights, call.bias, tiles.group, tiles.flip, e2m1=tiles.is_e2m1, cuts=self._cuts)
         return y.view(*x.shape[:-1], y.shape[1])
-
-    def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.tiles.unpacked(weights)
-
-    def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-        return self.tiles.rows(weights, ids)
 
 
 class DequantizedInt4Linear(TritonInt4Linear):

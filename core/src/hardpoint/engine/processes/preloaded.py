@@ -7,7 +7,7 @@ process imports the plugins that its engine selects.
 from hardpoint import fork_server
 from hardpoint.garbage_collection import no_collections
 
-with no_collections():  # nor does a child's write to these objects, whose memory all of them share
+with no_collections():  # children share the memory of these objects, to which no collection of theirs writes
     import torch  # noqa: F401
 
     import hardpoint.engine.core
