@@ -28,7 +28,8 @@ HEAD = """# Models by Transformers' code
 
 Each row is one causal language model of Transformers {version}: a tiny one with random weights, in float32 on a CPU.
 "runs": sixteen greedy tokens of five prompts in one batch equal those of Transformers' own run of the same model. The
-second column counts the layers of Hardpoint in it, and names the classes that stay as they are.
+second column counts the layers of Hardpoint in it, the calls of attention and the decoder layers that run as fused ops,
+and names the classes that stay as they are.
 `python -m tests.models.test_transformers_sweep` writes this page. How it works:
 [running.md](running.md#models-by-transformers-code).
 
@@ -59,9 +60,11 @@ def tried(kind: str, name: str, folder: Path) -> Verdict:
             for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
                 check_tokens_equal(model, prompt, output.outputs[0].token_ids)
             replaced = ", ".join(f"{count} {layer}" for layer, count in report.replaced.items())
+            counts = ", ".join(f"{count} {name}" for name, count in report.fused.items() if count)
+            fused = f"; fused: {counts}" if counts else ""
             stays = f"; stay: {', '.join(report.kept)}" if report.kept else ""
             eager = "" if counted(llm).get("graph_replays_total") else "; steps are not captured"
-            return Verdict(kind, name, True, f"{replaced}{stays}{eager}")
+            return Verdict(kind, name, True, f"{replaced}{fused}{stays}{eager}")
     except HardpointError as error:
         reason = str(error).rpartition("cannot run by Transformers' code: ")[2].replace(f"{folder}/", "")
         return Verdict(kind, name, False, reason.splitlines()[0][:200])

@@ -5,6 +5,7 @@ Axes: T tokens, H query heads, K KV heads, D head size, E the size of a value.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hardpoint.layers.attention import alibi_slopes
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.models.transformers_code.architectures import ATTENTION
 from hardpoint.models.transformers_code.probe import AttentionSeen
+from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint_plugin_api import AttentionCall, AttentionSpec, ForwardStep, StoreCall, WeightSlot
 
 CURRENT = "hardpoint_current"
@@ -27,10 +29,11 @@ CURRENT = "hardpoint_current"
 class Attend(PluggableLayer):
     """One call of attention in a step. Slot: sinks float32 [H], where there are sinks.
 
-    Values smaller than keys are stored with zeros behind them.
+    Values smaller than keys are stored with zeros behind them. ``heads``: the scalars of ``qk_norm_rope_store``, where
+    that op comes before attention; see FusedAttention.
     """
 
-    def __init__(self, ctx: Context, seen: AttentionSeen) -> None:
+    def __init__(self, ctx: Context, seen: AttentionSeen, heads: Mapping[str, Any] | None = None) -> None:
         super().__init__(ctx)
         self.seen, self._device, self._group = seen, ctx.torch_device, ctx.parallel.tp
         spec = AttentionSpec(
@@ -47,7 +50,17 @@ class Attend(PluggableLayer):
             sinks=seen.sinks is not None,
             alibi=seen.alibi,
         )
-        self.index, self.backend, _ = attention_backend(ctx, spec)
+        self.index, self.backend, layout = attention_backend(ctx, spec)
+        self._heads = heads
+        if heads is not None:
+            self._qk_norm_rope_store = qk_norm_rope_store.bind(
+                ctx,
+                parts={"store": self.backend.store},
+                layout=layout,
+                kv_dtype=ctx.kv_dtype,
+                head_size=seen.head_size,
+                scalars=dict(heads),
+            )
 
     def declare(self) -> dict[str, WeightSlot]:
         return {"sinks": WeightSlot((self.seen.num_heads,), "float32")} if self.seen.sinks is not None else {}
@@ -71,6 +84,33 @@ class Attend(PluggableLayer):
         q, k, v = _heads_in_rows(q), _heads_in_rows(k), _heads_in_rows(v)
         slots = step.metadata[self.index].batch.slot_mapping
         self.backend.store(StoreCall(k, v, step.caches[self.index], slots))
+        attended = self._attended(q, k, v, step)
+        return attended if value == size else attended[..., :value]
+
+    def norm_rotate_attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        weights: Sequence[torch.Tensor | None],
+        step: ForwardStep,
+    ) -> torch.Tensor:
+        """q [T, H D], k and v [T, K D], as projected -> [T, H, D]. Writes keys and values to the cache, and to q and k.
+
+        ``angles`` float32 [P, R] and ``rows`` int64 [T], a token's row of them, are None without rotation. ``weights``
+        are those of the norms of q and k, [D] each, or None.
+        """
+        assert self._heads is not None
+        q, k, v = (x.unflatten(1, (-1, self.seen.head_size)) for x in (q, k, v))
+        slots = step.metadata[self.index].batch.slot_mapping
+        rows = step.positions if rows is None else rows
+        given = q, k, v, angles, rows, step.caches[self.index], slots
+        q, k = self._qk_norm_rope_store(*given, *weights, **self._heads)
+        return self._attended(q, k, v, step)
+
+    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         attend = self.backend.forward
         step.interrupt(
@@ -78,7 +118,7 @@ class Attend(PluggableLayer):
             lambda cache, plan, q, k, v, out: attend(AttentionCall(q, k, v, cache, plan, out)),
             *(q, k, v, attended),
         )
-        return attended if value == size else attended[..., :value]
+        return attended
 
 
 def _heads_in_rows(x: torch.Tensor) -> torch.Tensor:

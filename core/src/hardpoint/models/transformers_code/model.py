@@ -18,6 +18,8 @@ from hardpoint.logs import log_once
 from hardpoint.models.transformers_code.architectures import model_class, read_config
 from hardpoint.models.transformers_code.attention import Attend, register
 from hardpoint.models.transformers_code.current import Current
+from hardpoint.models.transformers_code.fused_attention import AttentionMatch, FusedAttention, match_calls
+from hardpoint.models.transformers_code.fused_layers import fuse_layers
 from hardpoint.models.transformers_code.opened import Opened, Seen
 from hardpoint.models.transformers_code.own_tensors import OwnTensor, OwnTensors, own_tensors
 from hardpoint.models.transformers_code.probe import CannotRunError
@@ -80,11 +82,14 @@ class TransformersLM(CausalLM):
         unneeded = opened.computed - tensors.keys()
         names = checkpoint_names(names, surgery.stacks, conversion, stored, unneeded)
         ctx = ctx.for_model(names)
+        fused = self._fuse(seen, surgery, ctx.dtype)
         surgery.build(ctx, seen.probe, groups, root, opened.tied)
         alive = set(self.modules())
         self.own = OwnTensors(ctx.child("own"), tensors, [each for each in opened.buffers if each[0] in alive])
-        calls = enumerate(seen.probe.attention)
-        layers = [Attend(replace_path(ctx, f"attention.{number}"), call) for number, call in calls]
+        layers = [
+            Attend(replace_path(ctx, f"attention.{number}"), call, fused[number].scalars if number in fused else None)
+            for number, call in enumerate(seen.probe.attention)
+        ]
         self.attention, current.attention = nn.ModuleList(layers), layers
         self.report.replaced["attention"] = len(layers)
         self.weight_names = ctx.quantization.weight_names(names)
@@ -100,6 +105,15 @@ class TransformersLM(CausalLM):
         self.notes = tuple(self.report.lines())
         for line in self.notes:
             log_once(logger, logging.INFO, ("transformers", args.folder, line), line, scope=ctx.plugins)
+
+    def _fuse(self, seen: Seen, surgery: Surgery, dtype: torch.dtype) -> dict[int, AttentionMatch]:
+        """Have code between layers run as fused ops where it can; returns the matches by number of attention's call."""
+        fused = match_calls(seen.probe, dict(surgery.norms), dtype)
+        for number, (module, match) in fused.items():
+            module.forward = FusedAttention(module, number, match, self._current)
+        self.report.fused["attention"] = len(fused)
+        self.report.fused["layers"] = fuse_layers(seen.probe, dtype, self._current)
+        return {number: match for number, (_, match) in fused.items()}
 
     def hidden(self, inputs: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """ids int64 [T] -> hidden states [T, hidden]."""
@@ -130,6 +144,7 @@ class TransformersLM(CausalLM):
         finally:
             current.tables.clear()
             current.products.clear()
+            current.residual = None
         hidden: torch.Tensor = output.last_hidden_state
         return hidden[0]
 

@@ -14,9 +14,10 @@ from torch import nn
 from hardpoint.models.transformers_code.architectures import model_class, skeleton
 from hardpoint.models.transformers_code.attention import CURRENT
 from hardpoint.models.transformers_code.current import Current
+from hardpoint.models.transformers_code.fused_layers import might_match
 from hardpoint.models.transformers_code.probe import CannotRunError, Probe
 from hardpoint.models.transformers_code.rotary_lengths import fix_rotary_lengths
-from hardpoint.models.transformers_code.stand_ins import Given
+from hardpoint.models.transformers_code.stand_ins import Given, NormStandIn
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Opened:
         """Run body and head, in which stand-ins are, on the meta device, and take them apart. Raises CannotRunError."""
         for module, name, value in self.buffers:
             module._buffers[name] = torch.empty_like(value, device="meta")
-        probe, given = Probe({module: path for path, module in self.model.named_modules()}), Given()
+        readers = [module for module in self.model.modules() if isinstance(module, NormStandIn) or might_match(module)]
+        probe, given = Probe({module: path for path, module in self.model.named_modules()}, readers), Given()
         for module in (*self.model.modules(), given):
             object.__setattr__(module, CURRENT, current)
         current.probe, body = probe, getattr(self.model, self.prefix)

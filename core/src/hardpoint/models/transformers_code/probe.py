@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hardpoint.models.transformers_code.residuals import Residuals
 from hardpoint_plugin_api import CheckpointError
 
 TOKENS = 61
@@ -88,17 +89,43 @@ class AttentionSeen:
     alibi: bool = False
 
 
+@dataclass(frozen=True)
+class Call:
+    """The arguments with which a module was called, and the type of what it returned."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    returned: type
+
+    @property
+    def hidden(self) -> Any:
+        """The hidden states [1, T, n]: the first argument, or the one of that name."""
+        return self.args[0] if self.args else self.kwargs.get("hidden_states")
+
+    @property
+    def angles(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosines and sines [1, T, R] that were passed by name."""
+        found = self.kwargs.get("position_embeddings")
+        if isinstance(found, tuple) and len(found) == 2 and all(isinstance(x, torch.Tensor) for x in found):
+            return found
+        return None
+
+
 @dataclass
 class Probe:
-    """Notes of a run. ``paths`` are those of the model's modules."""
+    """Notes of a run. ``paths`` are those of the model's modules. ``readers``: see Residuals."""
 
     paths: Mapping[nn.Module, str]
+    readers: Sequence[nn.Module] = ()
     attention: list[AttentionSeen] = field(default_factory=list)
     read: list[tuple[nn.Module, torch.Tensor]] = field(default_factory=list)
     """Each call of a replaced linear layer, and its input: one object where layers read the same."""
     top_k: dict[nn.Module, int] = field(default_factory=dict)
     """How many experts a token has, for each mixture."""
     reads_positions: bool = False
+    calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    """The calls of modules that have modules within."""
+    residuals: Residuals = field(default_factory=Residuals)
 
     def attend(
         self,
@@ -153,9 +180,9 @@ class Probe:
     def run(self, model: nn.Module) -> Any:
         """Call ``model``, all of it on the meta device, as steps do. Raises CannotRunError."""
         ids, positions = (torch.zeros(1, TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
-        watch = _TokenAxis(positions)
+        watch = _TokenAxis(positions, self.residuals)
         try:
-            with _masks(model), watch, torch.inference_mode(False), torch.no_grad():
+            with _masks(model), self._noted(model), watch, torch.inference_mode(False), torch.no_grad():
                 output = model(input_ids=ids, position_ids=positions, use_cache=False)
         except CannotRunError:
             raise
@@ -163,19 +190,37 @@ class Probe:
             first = str(error).strip().splitlines()[0] if str(error).strip() else ""
             raise CannotRunError(f"its code fails without values: {type(error).__name__}: {first:.160}") from error
         self.reads_positions |= watch.reads_positions
+        self.residuals.read(output)
         return output
+
+    @contextmanager
+    def _noted(self, model: nn.Module) -> Iterator[None]:
+        """Fill ``calls`` and ``residuals``."""
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+            self.calls.setdefault(module, []).append(Call(args, kwargs, type(result)))
+
+        outer = (module for module in model.modules() if next(module.children(), None) is not None)
+        hooks = [module.register_forward_hook(note, with_kwargs=True) for module in outer]
+        try:
+            with self.residuals.watched(self.readers):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 class _TokenAxis(TorchDispatchMode):
     """Raises CannotRunError for operators by which tokens meet outside of attention."""
 
-    def __init__(self, positions: torch.Tensor) -> None:
+    def __init__(self, positions: torch.Tensor, residuals: Residuals) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, which says nothing of types
-        self._positions, self.reads_positions = positions, False
+        self._positions, self._residuals, self.reads_positions = positions, residuals, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        self._residuals.read((args, kwargs))
         self.reads_positions |= any(x is self._positions for x in tree_leaves(args))
         if any(list(x.shape).count(TOKENS) > 1 for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
             raise CannotRunError(f"its code computes scores between tokens itself ({name})")

@@ -42,13 +42,10 @@ class Rotation:
             self.head_size = q.shape[3]
         if self._op is None or rest or more or self._current.is_traced:
             return self._own(q, k, cos, sin, *rest, **more)
-        table = self._current.tables.get(id(cos))
-        if table is None:
-            half = cos.shape[-1] // 2
-            pair = torch.cat([x[0, :, ::2] if self._in_a_row else x[0, :, :half] for x in (cos, sin)], -1)
-            self._current.tables[id(cos)] = cos, pair.float(), torch.arange(cos.shape[1], device=cos.device)
+        is_first = id(cos) not in self._current.tables
+        angles, rows = self._current.table(cos, sin, self._in_a_row)
+        if is_first:
             return self._own(q, k, cos, sin)
-        _, angles, rows = table
         turned = self._op(q[0].transpose(0, 1), k[0].transpose(0, 1), rows, angles, interleaved=self._interleaved)
         return tuple(x.transpose(0, 1)[None] for x in turned)
 
