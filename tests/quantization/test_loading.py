@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak is rea
 FIXTURES = Path(__file__).parent / "fixtures" / "gguf"
 CONSTANT = 24 * 2**20
 """Bytes that do not grow with the model: 16 MiB of the file are mapped, and the tensor that is quantized."""
+NAMES = 12 * 2**20
+"""Bytes of Python's objects for a thousand tensors of a checkpoint."""
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 """For glibc's malloc: a freed tensor goes back to the system at once. Memory that malloc keeps for later differs from
 run to run by tens of MB, and is no memory of loading's."""
@@ -69,6 +71,37 @@ def test_never_both_copies(tmp_path: Path, model: Path, method: str) -> None:
     held, peak = load(tmp_path, model, f"quantization={method}")
     assert 40e6 < held < 90e6
     assert peak < 1.2 * held + CONSTANT, "with the unquantized weights, of 154 MB, it would be twice as much"
+
+
+def write_experts(folder: Path, experts: int, hidden: int, width: int, layers: int) -> Path:
+    """A Qwen3-MoE of bfloat16 numbers."""
+    folder.mkdir()
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": width, "head_dim": 16}
+    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
+    (folder / "config.json").write_text(json.dumps(CONFIG | kind | sizes | {"torch_dtype": "bfloat16"}))
+    write_tokenizer(folder)
+    shapes = {"model.embed_tokens": (64, hidden), "lm_head": (64, hidden), "model.norm": (hidden,)}
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.self_attn.{name}": (16,) for name in ("q_norm", "k_norm")}
+        shapes |= {f"{layer}.self_attn.{name}_proj": (64 if name == "q" else 32, hidden) for name in "qkv"}
+        shapes |= {f"{layer}.self_attn.o_proj": (hidden, 64), f"{layer}.mlp.gate": (experts, hidden)}
+        shapes |= {f"{layer}.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
+        for expert in (f"{layer}.mlp.experts.{number}" for number in range(experts)):
+            shapes |= {f"{expert}.{name}_proj": (width, hidden) for name in ("gate", "up")}
+            shapes |= {f"{expert}.down_proj": (hidden, width)}
+    tensors = {f"{name}.weight": torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("method", ["int4", pytest.param("nvfp4", marks=pytest.mark.nightly)])
+def test_experts_that_are_gathered(tmp_path: Path, method: str) -> None:
+    """The matrices have 131,072 numbers, of which a call takes 4."""
+    held, peak = load(tmp_path, write_experts(tmp_path / "model", 16, 512, 256, 12), f"quantization={method}")
+    assert 38e6 < held < 60e6
+    assert peak < 1.2 * held + CONSTANT + NAMES, "with the unquantized weights, of 75 MB, it would be 119"
 
 
 @pytest.fixture(scope="module")

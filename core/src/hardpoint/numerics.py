@@ -23,6 +23,13 @@ _ALL = Scale("float32", (-1, -1))
 _CHUNK = 1 << 19
 """Elements of a weight that are worked on at once: 2 MiB of float32 each, beside a matrix of any size. With fewer, the
 calls cost more than the work: on two busy cores, 64 Ki took eight times as long for int8."""
+_CHUNK_OF_ACCELERATOR = 1 << 24
+"""The same where a call is a launch of some microseconds, which 64 MiB of float32 outweigh."""
+
+
+def elements_at_once(device: torch.device) -> int:
+    """How many elements of a weight on ``device`` are rounded at once; fewer cost as many calls."""
+    return _CHUNK if device.type == "cpu" else _CHUNK_OF_ACCELERATOR
 
 
 def largest(element: str) -> float:
@@ -133,7 +140,7 @@ def quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Te
         level, last = len(spec.scales) - 1, spec.scales[-1]
         scale = _outer_scale(weight, spec)
         rest = replace(spec, scales=spec.scales[:-1])
-        if last.block == (-1, -1) and all(inner.block[0] == 1 for inner in rest.scales):
+        if _has_one_number_outside(spec):
             return {**_quantize_rows_apart(weight, scale.float(), rest), scale_slot(level): scale}
         return {
             **quantize_weight(weight.float() / _spread(scale.float(), last, weight.shape), rest),
@@ -142,12 +149,59 @@ def quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Te
     return _quantize_level(weight, spec)
 
 
+def quantize_stack(weights: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
+    """``quantize_weight`` of each of ``weights`` [E, N, K], with any strides; slots with an axis of E in front.
+
+    The same to the bit. Small matrices whose scales are of their own rows are rounded together. Raises what
+    ``quantize_weight`` does.
+    """
+    count, rows, columns = weights.shape
+    together = max(1, elements_at_once(weights.device) // (rows * columns)) if _by_rows(spec, rows) else 1
+    slots: dict[str, torch.Tensor] = {}
+    for start in range(0, count, together):
+        part = weights[start : start + together]
+        # A transposed matrix is turned at once, which torch does faster than some rows at a time.
+        found = _quantize_flat(part, spec) if part.shape[0] > 1 else quantize_weight(part[0].contiguous(), spec)
+        for name, value in found.items():
+            apart = value.unflatten(0, (part.shape[0], -1))
+            if name not in slots:
+                slots[name] = value.new_empty(count, *apart.shape[1:])
+            slots[name][start : start + together] = apart
+    return slots
+
+
+def _by_rows(spec: QuantSpec, rows: int) -> bool:
+    """Whether matrices of ``rows`` can be rounded as one: no block reaches from one into the next, but for a number for
+    all of a matrix beside scales of rows."""
+    inner = spec.scales[:-1] if _has_one_number_outside(spec) else spec.scales
+    return not spec.permuted and all(scale.block[0] > 0 and rows % scale.block[0] == 0 for scale in inner)
+
+
+def _has_one_number_outside(spec: QuantSpec) -> bool:
+    """Whether the last of several levels is one number, and the others have scales for a row each."""
+    *inner, last = spec.scales
+    return bool(inner) and last.block == (-1, -1) and not spec.minimum and all(one.block[0] == 1 for one in inner)
+
+
+def _quantize_flat(weights: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
+    """``quantize_weight`` of ``weights`` [E, N, K], see ``_by_rows``, as one matrix: slots [E * rows, ...]."""
+    rows = weights.flatten(0, 1)
+    if not _has_one_number_outside(spec):
+        return quantize_weight(rows, spec)
+    scale = _outer_scale(weights, spec).flatten(1)
+    outer = scale.float().repeat_interleave(weights.shape[1], dim=0)
+    rest = replace(spec, scales=spec.scales[:-1])
+    return {**_quantize_rows_apart(rows, outer, rest), scale_slot(len(spec.scales) - 1): scale}
+
+
 def _quantize_rows_apart(weight: torch.Tensor, outer: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
-    """``quantize_weight`` of ``weight`` over ``outer`` [1, 1], a few rows at a time, since none shares a scale."""
+    """``quantize_weight`` of ``weight`` over ``outer`` [1, 1] or [N, 1], a few rows at a time: none shares a scale."""
     rows, columns = weight.shape
-    height, slots = max(1, _CHUNK // columns), dict[str, torch.Tensor]()
+    height, slots = max(1, elements_at_once(weight.device) // columns), dict[str, torch.Tensor]()
+    outer = outer.expand(rows, 1)
     for start in range(0, rows, height):
-        for name, value in quantize_weight(weight[start : start + height].float() / outer, spec).items():
+        part = slice(start, start + height)
+        for name, value in quantize_weight(weight[part].float() / outer[part], spec).items():
             if name not in slots:
                 slots[name] = value.new_empty(rows, value.shape[1])
             slots[name][start : start + value.shape[0]] = value
@@ -199,7 +253,7 @@ def _outer_scale(weight: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """The last level's scales, with which the levels before it reach as far as their formats do."""
     last, element = spec.scales[-1], spec.number_format
     if last.block == (-1, -1):  # no copy of the weight
-        top, bottom = weight.amax().float().view(1, 1), weight.amin().float().view(1, 1)
+        top, bottom = (extreme((-2, -1), keepdim=True).float() for extreme in (weight.amax, weight.amin))
     else:
         blocks = _blocks(weight, *_whole(last.block, weight.shape))
         top, bottom = blocks.amax((1, 3)), blocks.amin((1, 3))
@@ -242,7 +296,8 @@ def _quantize_level(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Te
     """``quantize_weight`` for one level of scales over groups of neighbours."""
     rows, columns = weight.shape
     n, k = _whole(spec.scales[0].block, weight.shape)
-    height = max(n if n < rows else 1, _CHUNK // columns // n * n if n < rows else _CHUNK // columns)
+    most = elements_at_once(weight.device) // columns
+    height = max(n if n < rows else 1, most // n * n if n < rows else most)
     fitted = None
     if n == rows > height:  # the range of a column is that of its parts' extremes
         extremes = [extreme for part in weight.split(height) for extreme in (part.amin(0), part.amax(0))]
@@ -320,7 +375,7 @@ def _scale(amax: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """The scale, float32, that maps ``amax`` to the largest element."""
     format_, top = spec.scales[0].format, spec.number_format.largest
     if format_ == _E8M0:  # OCP Microscaling Formats (MX) specification 1.0, section 6.3
-        exponent = torch.frexp(amax).exponent - torch.frexp(torch.tensor(top)).exponent.to(amax.device)
+        exponent = torch.frexp(amax).exponent - math.frexp(top)[1]
         scale = torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127))
         return torch.where(amax > 0, scale, 1.0) + 0 * amax  # NaN stays NaN
     scale = divided(amax, top)

@@ -182,11 +182,10 @@ class _E2M1(Element):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         import torch
 
-        # A tie goes to the even code: down at the first midpoint, up at the second, and so on.
-        bounds = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
-        bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros(()))
-        codes = torch.bucketize(x.abs().contiguous(), bounds.to(x.device), out_int32=True).to(torch.uint8)
-        return codes | (x.signbit().to(torch.uint8) << 3)
+        # Codes are 0.5 apart up to 2, 1 up to 4, then 2: the least of three lines, each rounded to even codes.
+        most = x.abs().clamp_max_(6.0).nan_to_num_(6.0)
+        codes = (most * 2).round_().clamp_max_(most.round().add_(2)).clamp_max_(most.mul_(0.5).round_().add_(4))
+        return codes.to(torch.uint8).bitwise_or_(x.signbit().view(torch.uint8).mul_(8))
 
 
 def _stored_as(storage: str, codes: torch.Tensor) -> torch.Tensor:

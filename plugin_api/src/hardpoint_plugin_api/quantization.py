@@ -138,6 +138,10 @@ class StoredTensor:
     is quantized while it loads. The results may share its memory; it is not changed. A slot with fewer rows than its
     part is broadcast. Of a module with a ``stack``, slots have an axis of experts in front, and rows in the order of
     the checkpoint.
+
+    ``read_stack`` takes several such tensors of one shape, [E, *shape], and returns what ``read`` makes of each, with
+    an axis of E in front. Small matrices of a layer's experts are gathered for it, since calls cost more than their
+    work: the gate of some experts, or up, or down, of which any's ``read_stack`` reads all.
     """
 
     name: str
@@ -145,6 +149,7 @@ class StoredTensor:
     dtypes: tuple[str, ...]
     fills: tuple[str, ...]
     read: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = field(compare=False)
+    read_stack: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] | None = field(default=None, compare=False)
 
     def shape(self, out_features: int, in_features: int, experts: int = 1) -> tuple[int, ...]:
         """Return the tensor's shape for a matrix [out_features, in_features], or a stack of ``experts`` of them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from hardpoint.checkpoint.reading import Grouped, Reading, WeightNames
 from hardpoint.checkpoint.tensor_files import TensorFiles
 from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.layers.base import PluggableLayer, walk
+from hardpoint.layers.expert_matrices import ExpertMatrices, Gathered, is_gathered
 from hardpoint.layers.load_progress import LoadProgress
 from hardpoint.layers.tied_head import TiedHead
 from hardpoint_plugin_api import CheckpointError, TensorInfo, WeightSlot
@@ -359,6 +361,7 @@ class _Filling:
     def __init__(self, plan: _Plan, device: torch.device, title: str) -> None:
         self._plan, self._layers, self._slots = plan, plan.layers, plan.slots
         self._device, self._title = device, title
+        self._gathered, self._gathered_of = ExpertMatrices(), ""
         self._left = {(layer, name, part) for (layer, name), slot in self._slots.items() for part in slot.pieces()}
         self._open = dict.fromkeys(self._layers, 0)
         for layer, _, _ in self._left:
@@ -382,14 +385,48 @@ class _Filling:
             return
         for target in place.targets.values():
             self._allocated(target)
+        piece = place.reading.cut(tensor, self._device)
+        if len(place.readings) == 1 and is_gathered(place.reading, piece):
+            self._gather(name, piece, place)
+            return
+        with self._naming(name):
+            made = place.reading.stored.read(piece)
+        for reading in place.readings:
+            self._fill(name, reading, made)
+
+    def _gather(self, name: str, piece: torch.Tensor, place: _Place) -> None:
+        """Keep a matrix of an expert until it is read with others of its layer."""
+        assert place.reading is not None
+        target = next(iter(place.targets.values()))
+        if target.layer != self._gathered_of:
+            self._read_gathered()
+        self._gathered_of = target.layer
+        full = self._gathered.take(name, piece, place.reading, (target.slot, (target.part or "").partition(".")[2]))
+        if full is not None:
+            self._fill_all(full)
+
+    def _read_gathered(self) -> None:
+        for gathered in self._gathered.rest():
+            self._fill_all(gathered)
+
+    def _fill_all(self, gathered: Gathered) -> None:
+        with self._naming(f"{gathered.names[0]} to {gathered.names[-1]}"):
+            made = list(gathered.read())
+        for name, reading, slots in made:
+            self._fill(name, reading, slots)
+
+    def _fill(self, name: str, reading: Reading, made: Mapping[str, torch.Tensor]) -> None:
+        own, targets = reading.own(made), self._plan.places[name].targets
+        for slot, address in reading.places.items():
+            self._copy(name, own[slot], targets[address], is_cut=True)
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Name the tensor in a CheckpointError of its reading."""
         try:
-            made = place.reading.stored.read(place.reading.cut(tensor, self._device))
+            yield
         except CheckpointError as error:
             raise CheckpointError(f"{self._title}: tensor {name!r}: {error}") from None
-        for reading in place.readings:
-            own = reading.own(made)
-            for slot, address in reading.places.items():
-                self._copy(name, own[slot], place.targets[address], is_cut=True)
 
     def _copy(self, name: str, tensor: torch.Tensor, target: _Target, *, is_cut: bool = False) -> None:
         """Fill a slot's part (converting floating dtypes), and prepare the layers that this completes.
@@ -430,6 +467,7 @@ class _Filling:
 
     def finish(self) -> None:
         """Bind the layers. Raises CheckpointError if any part of a slot was not filled."""
+        self._read_gathered()
         if self._left:
             short = sorted(f"{layer}.{slot}" + (f"[{part}]" if part else "") for layer, slot, part in self._left)
             raise CheckpointError(f"{self._title}: the checkpoint leaves slots of the model unfilled: {_listed(short)}")

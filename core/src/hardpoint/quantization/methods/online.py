@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from hardpoint.numerics import quantize_weight
+from hardpoint.numerics import quantize_stack, quantize_weight
 from hardpoint.quantization.elements import NF4
 from hardpoint.quantization.methods.block_floats import MXFP4, MXFP8, NVFP4
 from hardpoint.quantization.methods.settings import Options
@@ -74,19 +74,17 @@ class OnlineMethod(QuantizationMethod):
 
 
 def _source(module: Module, weight: QuantSpec, fills: tuple[str, ...]) -> StoredTensor:
-    """The plain tensor of a module, quantized as it is read; all experts of a stack one after the other."""
+    """The plain tensor of a module, or of all its experts, quantized as it is read."""
     stack = module.stack
+
+    def read_stack(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return quantize_stack(tensor.transpose(1, 2) if stack and stack.transposed else tensor, weight)
+
     if stack is None:
         dims = Dim("out"), Dim("in")
-        return StoredTensor("weight", dims, _PLAIN, fills, lambda tensor: quantize_weight(tensor, weight))
-
-    def read(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        matrices = tensor.transpose(1, 2) if stack.transposed else tensor
-        experts = [quantize_weight(matrix, weight) for matrix in matrices]
-        return {slot: torch.stack([expert[slot] for expert in experts]) for slot in fills}
-
+        return StoredTensor("weight", dims, _PLAIN, fills, lambda one: quantize_weight(one, weight), read_stack)
     axes = (Dim("expert"), Dim("in"), Dim("out")) if stack.transposed else (Dim("expert"), Dim("out"), Dim("in"))
-    return StoredTensor(stack.tensor, axes, _PLAIN, fills, read)
+    return StoredTensor(stack.tensor, axes, _PLAIN, fills, read_stack)
 
 
 class Fp8Online(OnlineMethod):
