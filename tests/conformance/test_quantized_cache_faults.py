@@ -171,6 +171,6 @@ def test_a_scale_that_is_rounded_into_its_weight_is_no_sum_in_16_bits(kv_dtype: 
         (request,) = requests = draw_requests(spec, pieces, torch.Generator().manual_seed(seed))
         held = [(request.k.double(), request.v.double())]
         (wanted,) = expectations(spec, requests, pieces, None, None, held)
-        result = with_scaled_weights(request.q, request.k, request.v, spec, None, None, 1000 + seed)
+        (result,) = with_scaled_weights(request.q, request.k, request.v, spec, None, None, seeds=[1000 + seed])
         judged = compare("output", result, wanted.own, wanted.truth, ERRORS, result.device)
         assert not judged.faults, f"{seed}: {judged.faults}"

@@ -96,17 +96,29 @@ def attend(
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = spec.num_heads // spec.num_kv_heads
     keys, values = (x.to(wide).repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = torch.einsum("thd,shd->hts", q.to(wide), keys) * spec.scale
+    products = torch.einsum("thd,shd->hts", q.to(wide), keys)
+    weights = attention_weights(products, spec, sinks, alibi_slopes, start)
+    return torch.einsum("hts,shd->thd", weights, values).to(q.dtype)
+
+
+def attention_weights(
+    products: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    start: int = 0,
+) -> torch.Tensor:
+    """The weights [H, T, S] of keys, from the products [H, T, S] of queries and keys; both are as in ``attend``."""
+    num_queries, num_keys = products.shape[1:]
+    scores = products * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    keys_at = torch.arange(start, start + k.shape[0], device=q.device)
-    queries_at = keys_at[k.shape[0] - q.shape[0] :, None]
+    keys_at = torch.arange(start, start + num_keys, device=products.device)
+    queries_at = keys_at[num_keys - num_queries :, None]
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes.to(wide)[:, None, None] * (queries_at - keys_at)
+        scores = scores - alibi_slopes.to(scores.dtype)[:, None, None] * (queries_at - keys_at)
     scores = scores.masked_fill(spec.span.hides(queries_at, keys_at), float("-inf"))
-    if sinks is not None:
-        column = sinks.to(wide)[:, None, None].expand(-1, q.shape[0], 1)
-        weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
-    else:
-        weights = torch.softmax(scores, dim=-1)
-    return torch.einsum("hts,shd->thd", weights, values).to(q.dtype)
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    column = sinks.to(scores.dtype)[:, None, None].expand(-1, num_queries, 1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]

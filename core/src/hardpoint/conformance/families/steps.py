@@ -15,7 +15,7 @@ from hardpoint.conformance.families.scaled_cache import is_scaled, spread
 from hardpoint.conformance.memory import POISON, Placement, empty, far_pages, place, place_far
 from hardpoint.dtypes import dtype_of
 from hardpoint.ops.judge import Expectation
-from hardpoint.reference.attention import attend
+from hardpoint.reference.attention import attend, attention_weights
 from hardpoint_plugin_api import (
     NULL_PAGE,
     AttentionBackend,
@@ -340,8 +340,7 @@ def expectations(
         truth = attend(request.q.double(), keys, values, *constants)
         found = [evaluated(request.q, keys, values, number) for number in range(_EVALUATIONS)]
         if is_scaled(spec.kv_dtype) and len(keys) <= _FEW_KEYS:
-            more = (with_scaled_weights(request.q, keys, values, *constants, seed) for seed in range(_EVALUATIONS))
-            found.extend(more)
+            found.extend(with_scaled_weights(request.q, keys, values, *constants, seeds=range(_EVALUATIONS)))
         own = worst(truth, found)
         other = expectation(label, request, cached, request.num_old) if stored > request.num_old and rounds else None
         return Expectation(label, own, truth, other)
@@ -354,10 +353,11 @@ def expectations(
         order, scale = orders[number] if number else torch.arange(spec.head_size), spec.scale if number % 2 else 1.0
         one = replace(spec, scale=spec.scale / scale)
         first, second = q.float()[..., order] * scale, keys[..., order].float()
-        if number < 2:
-            first, second = summed_one_by_one(first, second)
-        y = attend(first, second, values.float(), one, sinks, alibi_slopes)
-        return y.to(q.dtype)
+        if number >= 2:
+            return attend(first, second, values.float(), one, sinks, alibi_slopes).to(q.dtype)
+        weights = attention_weights(summed_one_by_one(first, second), one, sinks, alibi_slopes)
+        each = values.float().repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)
+        return torch.einsum("hts,shd->thd", weights, each).to(q.dtype)
 
     rounds = kv_dtype != dtype_of(spec.dtype)
     titles = [f"request {i} ({piece.query} of {piece.total})" for i, piece in enumerate(pieces)]
@@ -374,31 +374,36 @@ def with_scaled_weights(
     spec: AttentionSpec,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
-    seed: int,
-) -> torch.Tensor:
+    *,
+    seeds: Sequence[int],
+) -> list[torch.Tensor]:
     """Attention [T, H, D] as kernels compute it over 8-bit elements: a token's scale goes into its weight.
 
     The product of both is rounded to q's dtype before it is multiplied by elements, which that dtype holds exactly. All
     elements of a head, and all heads that share keys, have the same error from it, which only many keys average out.
+    One result for each of ``seeds``, by which the scales are drawn.
     """
-    groups = spec.num_heads // spec.num_kv_heads
-    scales = 1 + torch.rand(*keys.shape[:2], generator=torch.Generator().manual_seed(seed))  # [S, K]
-    each = torch.eye(len(keys))[:, None, :].expand(-1, spec.num_kv_heads, -1)
-    weights = attend(q.float(), keys.float(), each, spec, sinks, alibi_slopes)  # [T, H, S]
-    scaled = (weights * scales.repeat_interleave(groups, dim=1).T).to(q.dtype)
-    elements = (values.float() / scales[..., None]).repeat_interleave(groups, dim=1)
-    return torch.einsum("ths,shd->thd", scaled.float(), elements).to(q.dtype)
+    each_key = keys.float().repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
+    products = torch.einsum("thd,shd->hts", q.float(), each_key)
+    weights = attention_weights(products, spec, sinks, alibi_slopes).unflatten(0, (keys.shape[1], -1))  # [K, H/K, T, S]
+    results = []
+    for seed in seeds:
+        scales = 1 + torch.rand(*keys.shape[:2], generator=torch.Generator().manual_seed(seed))  # [S, K]
+        scaled = (weights * scales.T[:, None, None]).to(q.dtype)
+        attended = torch.einsum("kgts,skd->tkgd", scaled.float(), values.float() / scales[..., None])
+        results.append(attended.flatten(1, 2).to(q.dtype))
+    return results
 
 
-def summed_one_by_one(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Other queries [T, H, S] and keys [S, K, S], whose scores are exactly those of q [T, H, D] and k [S, K, D]
-    where each product is added to the sum of those before it.
-    """
-    by_element = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).permute(2, 1, 0).contiguous()  # [D, H, S]
-    scores = torch.zeros(q.shape[0], q.shape[1], k.shape[0])
-    for element in range(q.shape[-1]):
-        scores.addcmul_(q[:, :, None, element], by_element[element])
-    return scores, torch.eye(k.shape[0])[:, None, :].expand(-1, k.shape[1], -1)
+def summed_one_by_one(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The products [H, T, S] of q [T, H, D] and k [S, K, D], each element's added to the sum of those before it."""
+    groups = q.shape[1] // k.shape[1]
+    by_element = k.repeat_interleave(groups, dim=1).permute(2, 1, 0)[:, :, None].contiguous()  # [D, H, 1, S]
+    queries = q.permute(2, 1, 0)[..., None].contiguous()  # [D, H, T, 1]
+    products = torch.zeros(q.shape[1], q.shape[0], k.shape[0])
+    for first, second in zip(queries, by_element, strict=True):
+        products.addcmul_(first, second)
+    return products
 
 
 def without_first_row(expectation: Expectation) -> Expectation:
