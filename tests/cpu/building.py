@@ -30,6 +30,15 @@ def needs_kernels() -> None:
         pytest.skip(str(reason), allow_module_level=True)
 
 
+def levels() -> list[str]:
+    """The levels of this CPU and build."""
+    if compiled.missing():
+        return []
+    from hardpoint_cpu import _native
+
+    return _native.levels()
+
+
 def needs_compiler() -> None:
     """Skip where there is no C++ compiler."""
     if not shutil.which("c++"):

@@ -6,18 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from hardpoint_cpu import compiled
+from tests.cpu.building import levels
 
 
-def _levels() -> list[str]:
-    if compiled.missing():
-        return []
-    from hardpoint_cpu import _native
-
-    return _native.levels()
-
-
-@pytest.fixture(params=_levels())
+@pytest.fixture(params=levels())
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each level of this CPU and build in turn, in use."""
     from hardpoint_cpu import _native

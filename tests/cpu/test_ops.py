@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from hardpoint import ops
-from hardpoint.conformance.families.ops import cases
 from hardpoint.ops.judge import judge
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.reference.quantized_cache_attention import QuantizedCacheAttention
 from hardpoint_plugin_api import AttentionSpec, ConfigError, OpWorkload, QuantSpec, Scale, ScaledLayout, StoreCall
-from tests.cpu.building import needs_kernels
+from tests.cpu.building import levels, needs_kernels
+from tests.ops.judging import expected_cases
 
 needs_kernels()
 
@@ -45,12 +45,16 @@ def _op(name: str, module: str) -> Any:
     return getattr(import_module(f"hardpoint_cpu.ops.{module}"), name)
 
 
+@pytest.mark.parametrize("level", levels(), indirect=True)  # changes first: the levels share what is expected
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("name", "module"), _OPS)
 def test_meets_the_error_model(level: str, name: str, module: str, dtype: torch.dtype) -> None:
     op = ops.get(name)
-    claimed = [case for case in cases(op, dtype) if str(case.workload.get("spec", _INT8_ROWS)) == _INT8_ROWS]
-    verdicts = [judge(op, _op(name, module), case, dtype=dtype) for case in claimed]
+    verdicts = [
+        judge(op, _op(name, module), case, dtype=dtype, expected=expected)
+        for case, expected in expected_cases(op, dtype)
+        if str(case.workload.get("spec", _INT8_ROWS)) == _INT8_ROWS
+    ]
     assert len(verdicts) > 1
     failed = [str(v) for v in verdicts if not v.passed]
     assert not failed, "\n".join(failed)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 
 from hardpoint.ops.base import Case, CustomOp
-from hardpoint.ops.judge import Verdict, judge
+from hardpoint.ops.judge import Expected, Verdict, judge, op_expected
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED = [pytest.param(dtype, marks=[pytest.mark.nightly] * (dtype != torch.bfloat16)) for dtype in DTYPES]
@@ -22,11 +23,19 @@ def cases(op: CustomOp[..., Any], dtype: torch.dtype, seed: int = 0) -> Iterator
     return op.cases(torch.Generator().manual_seed(seed), dtype, CPU)
 
 
+@lru_cache(maxsize=8)
+def expected_cases(op: CustomOp[..., Any], dtype: torch.dtype, seed: int = 0) -> list[tuple[Case, Expected]]:
+    """Cases and their expected results, kept for tests of one op that follow each other; ``judge`` changes neither."""
+    with torch.inference_mode():
+        return [(case, op_expected(op, case)) for case in cases(op, dtype, seed)]
+
+
 def verdicts(
     op: CustomOp[..., Any], implementation: Callable[..., Any], dtype: torch.dtype, seed: int = 0
 ) -> list[Verdict]:
     """One verdict per case."""
-    return [judge(op, implementation, case, dtype=dtype) for case in cases(op, dtype, seed)]
+    given = expected_cases(op, dtype, seed)
+    return [judge(op, implementation, case, dtype=dtype, expected=expected) for case, expected in given]
 
 
 def failures(op: CustomOp[..., Any], implementation: Callable[..., Any], dtype: torch.dtype) -> list[str]:

@@ -113,18 +113,26 @@ class Verdict:
         return f"{head}: passed" if self.passed else "\n  ".join([f"{head}: failed", *map(str, self.faults)])
 
 
-def judge(op: CustomOp[..., Any], implementation: Callable[..., Any], case: Case, *, dtype: torch.dtype) -> Verdict:
+def judge(
+    op: CustomOp[..., Any],
+    implementation: Callable[..., Any],
+    case: Case,
+    *,
+    dtype: torch.dtype,
+    expected: Expected | None = None,
+) -> Verdict:
     """Run ``implementation`` on a copy of ``case`` and hold it to the op's error model.
 
     ``implementation`` has the reference's signature; ``dtype`` is what the case was drawn for. The case itself stays as
-    it is. Errors of the implementation are not caught.
+    it is. ``expected``, where several implementations are judged by one case, is its ``op_expected``. Errors of the
+    implementation are not caught.
     """
     mine = _map(case, lambda x: x)
     call = Call(
         inputs=tuple(op_inputs(op, mine)),
         run=lambda: implementation(*mine.args, **mine.kwargs),
         state=lambda: op_state(op, op_inputs(op, mine)),
-        expect=lambda: op_expected(op, case),
+        expect=lambda: expected or op_expected(op, case),
         errors=op.errors,
         read=op_read(op, mine),
         mutates=frozenset(op.mutates),
