@@ -199,3 +199,55 @@ def test_a_replica_of_another_server_that_is_closed() -> None:
     with pytest.raises(EngineDeadError, match=said):
         here.agree(EMPTY)
     close(here, there)
+
+
+def test_replicas_meet_once_all_have_run_their_steps() -> None:
+    """The first that comes takes part in the others' steps."""
+    replicas = joined_at_store(3, elsewhere=True)
+    seen: list[list[tuple[Share, ...]]] = [[], [], []]
+    met: list[int] = []
+
+    def serve(number: int) -> None:
+        own = replicas[number]
+        for _ in range(5 * number):
+            seen[number].append(own.agree(STEPS[number]))
+        for said in ("begins Sleep", "did Sleep"):
+            own.meet(said, lambda: seen[number].append(own.agree(EMPTY)))
+            met.append(len(seen[number]))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(serve, range(3)))
+    assert seen[0] == seen[1] == seen[2]
+    assert met == [len(seen[0])] * 6
+    assert [sum(shares[n] == STEPS[n] for shares in seen[0]) for n in range(3)] == [0, 5, 10]
+    close(*replicas)
+
+
+def test_replicas_that_do_not_do_the_same(tmp_path: Path) -> None:
+    """Each is told, and may come again."""
+    replicas = joined(tmp_path, 2)
+    for said, other in (("begins Sleep", "begins WakeUp"), ("did UpdateWeights", "failed at UpdateWeights")):
+        with ThreadPoolExecutor(2) as pool:
+            meeting = [pool.submit(one.meet, s, lambda: None) for one, s in zip(replicas, (said, other), strict=True)]
+            with pytest.raises(EngineError, match=f"this replica {said}, and replica 1 {other}: all that share exp"):
+                meeting[0].result()
+            with pytest.raises(EngineError, match=f"this replica {other}, and replica 0 {said}"):
+                meeting[1].result()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one: one.meet("begins Sleep", lambda: None), replicas))
+    close(*replicas)
+
+
+def test_a_replica_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one has come to its script's end, and then is gone."""
+    monkeypatch.setattr(rounds_module, "_GRACE", 0.0)
+    here, there = joined_at_store(2, elsewhere=False)
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(there.finish, lambda: None)
+        with pytest.raises(EngineError, match="this replica begins Sleep, and replica 1 is being closed"):
+            here.meet("begins Sleep", lambda: None)
+        there.leave(is_lost=True)
+        until(lambda: here._lost is not None)
+        with pytest.raises(EngineDeadError, match="replica 1 is gone"):
+            here.meet("begins Sleep", lambda: None)
+    close(here, there)

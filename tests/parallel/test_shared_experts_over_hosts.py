@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
@@ -44,6 +46,13 @@ if __name__ == "__main__":
         greedy = SamplingParams(temperature=0, max_tokens=10 + 10 * number, ignore_eos=True)
         outputs = llm.generate(prompts[number], greedy, use_tqdm=False)
         print(json.dumps([number, [output.outputs[0].token_ids for output in outputs]]), flush=True)
+        if end == "sleep":
+            llm.sleep()
+            llm.wake_up()
+            again = llm.generate(prompts[number], greedy, use_tqdm=False)
+            assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in outputs]
+            llm.update_weights(str(folder))
+            print("slept", flush=True)
         if end == "kill":
             (scratch / f"done-{number}").touch()
             endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -98,12 +107,14 @@ def check(model: PreTrainedModel, outputs: str) -> None:
 
 
 def test_torchrun_starts_all_replicas(mixture: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    """Each script goes on with its replica, and closes it when the others have no more steps, either."""
-    command = torchrun("--standalone", "--nproc-per-node", "2", *program(mixture[0], tmp_path, "", executor="torchrun"))
+    """Each script goes on with its replica, sleeps, and closes it when the others have no more steps, either."""
+    given = program(mixture[0], tmp_path, "sleep", executor="torchrun")
+    command = torchrun("--standalone", "--nproc-per-node", "2", *given)
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     check(mixture[1], done.stdout)
+    assert done.stdout.splitlines().count("slept") == 2
     assert sorted(done.stdout.splitlines()[-2:]) == ["the end of replica 0", "the end of replica 1"]
 
 
@@ -177,8 +188,6 @@ def test_two_servers_share_experts(mixture: tuple[Path, PreTrainedModel]) -> Non
         if llm is first:
             others.join()
         assert list(llm.config.local_replicas) == [number]
-    with pytest.raises(EngineError, match="Sleep needs all replicas that share experts idle, and some belong to other"):
-        second.sleep()
     first.close()
 
     client = second.client
@@ -187,6 +196,57 @@ def test_two_servers_share_experts(mixture: tuple[Path, PreTrainedModel]) -> Non
     with pytest.raises(EngineDeadError, match="replica 0 was closed, with which this one shares experts"):
         second.generate(PROMPTS)
     second.close()
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """The results of calls that are made at the same time."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result(60) for each in [pool.submit(call) for call in calls]]
+
+
+def test_two_servers_sleep_and_get_new_weights(mixture: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    """Each is asked by itself; the first waits for the other, which has requests under way until then."""
+    folder, model = mixture
+    changes: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    torch.manual_seed(5)
+    other = write_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=16384, **changes)
+    llms = first, second = servers(folder)
+
+    def check_all(expected: PreTrainedModel) -> None:
+        for llm in llms:
+            for prompt, output in zip(PROMPTS[:2], llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False), strict=True):
+                check_tokens_equal(expected, prompt, output.outputs[0].token_ids)
+
+    stream = second.stream([1], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    next(stream)
+    with pytest.raises(EngineError, match="requests are under way"):
+        second.sleep()
+    with ThreadPoolExecutor(1) as pool:
+        sleeping = pool.submit(first.sleep)
+        until(lambda: isinstance(first.client, SharingReplicas) and first.client._waits_for == "Sleep")
+        with pytest.raises(EngineError, match="Sleep is under way, which all replicas that share experts do at once"):
+            first.client.add_request([1], GREEDY, frozenset())
+        assert len(list(stream)) > 100, "the first takes part in steps until the second sleeps, too"
+        assert not sleeping.done()
+        second.sleep()
+        sleeping.result(60)
+    with pytest.raises(EngineError, match="the engine sleeps"):
+        first.generate(PROMPTS[:1])
+    with pytest.raises(EngineError, match="the engine sleeps"):
+        second.generate(PROMPTS[:1])
+    together(first.wake_up, second.wake_up)
+    check_all(model)
+    together(*(lambda llm=llm: llm.update_weights(str(tmp_path)) for llm in llms))
+    check_all(other)
+    with ThreadPoolExecutor(1) as pool:
+        sleeping = pool.submit(first.sleep)
+        with pytest.raises(EngineError, match="this replica begins UpdateWeights, and replica 0 begins Sleep"):
+            second.update_weights(str(folder))
+        with pytest.raises(EngineError, match="this replica begins Sleep, and replica 1 begins UpdateWeights"):
+            sleeping.result(60)
+    check_all(other)
+    for llm in llms:
+        llm.close()
 
 
 @NIGHTLY

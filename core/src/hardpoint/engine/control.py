@@ -114,6 +114,17 @@ class UpdateWeights(Verb[frozenset[MemoryTag]]):
 
 
 @dataclass(frozen=True)
+class MeetReplicas(Verb[None]):
+    """Wait until all replicas that share experts come to this verb, and take part in their steps meanwhile.
+
+    ``said`` tells the others what this one does: "begins Sleep", say. Raises EngineError where they do not say the
+    same, or one is being closed; EngineDeadError where one is gone. Waits however long it takes.
+    """
+
+    said: str
+
+
+@dataclass(frozen=True)
 class CaptureTogether(Verb[None]):
     """Capture graphs again on all replicas that share experts, each of which has woken up or got its new weights."""
 

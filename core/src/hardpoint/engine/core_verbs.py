@@ -9,6 +9,7 @@ from hardpoint.engine.control import (
     CaptureTogether,
     CheckIdle,
     LoadAdapter,
+    MeetReplicas,
     MemoryReport,
     ReadMetrics,
     ReportMemory,
@@ -131,6 +132,12 @@ def read_metrics(verb: ReadMetrics, core: EngineCore) -> MetricsSnapshot:
     stages = [ranks[rank] for rank in core.blueprint.config.topology.first_ranks]
     counted = stages[0] if len(stages) == 1 else MetricsSnapshot.of_stages(stages)
     return core.blueprint.ctx.engine_metrics.snapshot().with_those_of(counted)
+
+
+@on_core.register(MeetReplicas)
+def meet_replicas(verb: MeetReplicas, core: EngineCore) -> None:
+    """The executor meets them: see LockStepExecutor."""
+    core.executor.control(verb)
 
 
 @on_core.register(CaptureTogether)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
+from hardpoint.config import EngineConfig
 from hardpoint.engine.control import R, Verb
-from hardpoint.engine.remote.remote_core import CLOSE_SECONDS, RemoteCore, ThreadLink
-from hardpoint.engine.remote.sharing_replicas import needs_all_idle
-from hardpoint_plugin_api import EngineError
+from hardpoint.engine.remote.remote_core import CLOSE_SECONDS, Link, RemoteCore, ThreadLink
+from hardpoint.engine.remote.sharing_replicas import done_by_all, needs_all_idle, refuse_while
+from hardpoint.engine.requests import AdmittedRequest, RequestProgress
 
 
 class LaunchedLink(ThreadLink):
@@ -21,11 +23,30 @@ class LaunchedLink(ThreadLink):
 class LaunchedReplica(RemoteCore):
     """The replica of this process. It knows nothing of the others' requests."""
 
+    def __init__(self, start_link: Callable[[EngineConfig], Link], config: EngineConfig) -> None:
+        """See RemoteCore."""
+        self._placing = threading.Lock()  # held for moments
+        self._waits_for: str | None = None
+        """The name of a verb that other processes are to do, too."""
+        super().__init__(start_link, config)
+
     def control(self, verb: Verb[R]) -> R:
-        """See RemoteControl. Raises EngineError for what needs every replica idle."""
-        if needs_all_idle(verb, is_sleeping=self.is_sleeping):
-            raise EngineError(
-                f"{type(verb).__name__} needs all replicas that share experts idle, and torchrun's others are not seen "
-                "from here; use --executor mp or ray"
-            )
-        return super().control(verb)
+        """See RemoteControl. A verb that needs every replica idle is done once all scripts have asked for it.
+
+        Raises EngineError for that while this one has requests, and where others do something else.
+        """
+        if not needs_all_idle(verb, is_sleeping=self.is_sleeping):
+            return super().control(verb)
+        with self._placing:
+            refuse_while(self._waits_for)
+            self._waits_for = type(verb).__name__
+        try:
+            return done_by_all(verb, super().control, lambda: self.is_sleeping)
+        finally:
+            self._waits_for = None
+
+    def _queue(self, asked: AdmittedRequest) -> RequestProgress:
+        """See RemoteCore. Raises EngineError while others are waited for."""
+        with self._placing:
+            refuse_while(self._waits_for)
+            return super()._queue(asked)

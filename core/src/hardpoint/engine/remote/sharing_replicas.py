@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine.control import CaptureTogether, CheckIdle, R, Sleep, UpdateWeights, Verb, WakeUp
+from hardpoint.engine.control import CaptureTogether, CheckIdle, MeetReplicas, R, Sleep, UpdateWeights, Verb, WakeUp
 from hardpoint.engine.execution.ranks.rounds import CANNOT_GO_ON
 from hardpoint.engine.remote.core_process import CLOSED
 from hardpoint.engine.remote.muster import Muster
@@ -25,6 +27,37 @@ _CONSEQUENCES = ("with which this one shares experts", CANNOT_GO_ON)
 def needs_all_idle(verb: Verb[R], *, is_sleeping: bool) -> bool:
     """Whether all replicas that share experts must be idle, and do ``verb`` at once."""
     return isinstance(verb, Sleep | UpdateWeights) or (isinstance(verb, WakeUp) and is_sleeping)
+
+
+def refuse_while(waits_for: str | None) -> None:
+    """Raise EngineError while the verb of that name waits for other replicas."""
+    if waits_for is not None:
+        raise EngineError(
+            f"{waits_for} is under way, which all replicas that share experts do at once; try again later"
+        )
+
+
+def done_by_all(verb: Verb[R], control: Callable[[Verb[object]], object], is_sleeping: Callable[[], bool]) -> R:
+    """Have these replicas do ``verb`` as others are told to, by other processes; waits until all have been asked.
+
+    ``control`` asks those of this process, none of which may get requests meanwhile. Raises EngineError while one
+    has requests, before others are met; and where others do something else, or one of them fails.
+    """
+    name = type(verb).__name__
+    control(CheckIdle())
+    control(MeetReplicas(f"begins {name}"))
+    try:
+        answer = control(verb)
+    except EngineDeadError:
+        raise
+    except Exception:
+        with suppress(EngineError):  # the others say that this one failed
+            control(MeetReplicas(f"failed at {name}"))
+        raise
+    control(MeetReplicas(f"did {name}"))
+    if not is_sleeping():
+        control(CaptureTogether())
+    return cast(R, answer)
 
 
 class SharingCore(RemoteCore):
@@ -48,6 +81,8 @@ class SharingReplicas(Replicas):
     def __init__(self, start_link: Callable[[EngineConfig], Link], config: EngineConfig) -> None:
         """As for Replicas; ``start_link`` starts one core, as for RemoteCore."""
         self._muster, self._is_apart = Muster(start_link, len(config.local_replicas)), config.rendezvous is not None
+        self._waits_for: str | None = None
+        """The name of a verb that other servers are to do, too."""
         super().__init__(partial(SharingCore, self._muster.start), config)
 
     @property
@@ -56,15 +91,14 @@ class SharingReplicas(Replicas):
         return replace(super().recovery, num_restarts=max(core.recovery.num_restarts for core in self._cores))
 
     def control(self, verb: Verb[R]) -> R:
-        """See Replicas. Raises EngineError for what needs every replica idle while one is not, or is another
-        server's."""
+        """See Replicas. Raises EngineError for what needs every replica idle while one is not.
+
+        Where some belong to other servers, it is done once all servers have been asked: see ``done_by_all``.
+        """
         if not needs_all_idle(verb, is_sleeping=self.is_sleeping):
             return super().control(verb)
         if self._is_apart:
-            raise EngineError(
-                f"{type(verb).__name__} needs all replicas that share experts idle, and some belong to other servers; "
-                "restart the servers"
-            )
+            return self._control_with_other_servers(verb)
         with self._placing:  # no requests come meanwhile
             super().control(CheckIdle())
             answer = super().control(verb)
@@ -72,10 +106,21 @@ class SharingReplicas(Replicas):
                 super().control(CaptureTogether())
             return answer
 
+    def _control_with_other_servers(self, verb: Verb[R]) -> R:
+        """Do ``verb`` once all servers have been asked for it. Requests are refused meanwhile."""
+        with self._placing:
+            refuse_while(self._waits_for)
+            self._waits_for = type(verb).__name__
+        try:
+            return done_by_all(verb, super().control, lambda: self.is_sleeping)
+        finally:
+            self._waits_for = None
+
     def _place(self, prompt: Sequence[int], key: object, rank: int | None, ask: Asked) -> RequestProgress:
-        """See Replicas. Raises EngineError while any replica sleeps: it could not take part in a step."""
+        """See Replicas. Raises EngineError while any replica sleeps, or will: it could not take part in a step."""
 
         def ask_awake(core: RemoteCore) -> RequestProgress:
+            refuse_while(self._waits_for)
             if asleep := self.asleep:
                 raise EngineError(f"the engine sleeps, without its {', '.join(sorted(asleep))}; wake it up first")
             return ask(core)

@@ -50,7 +50,7 @@ class AttentionMatch:
 
     @property
     def scalars(self) -> dict[str, Any]:
-        """Those of ``qk_norm_rope_store``."""
+        """The keywords of ``qk_norm_rope_store``."""
         return {"eps": self.eps, "interleaved": self.turn is not None and self.turn.interleaved}
 
 
@@ -73,7 +73,7 @@ class _Interface:
 def match_attention(
     module: nn.Module, call: Call, seen: AttentionSeen, norms: Mapping[nn.Module, NormMatch], dtype: torch.dtype
 ) -> AttentionMatch | None:
-    """What ``module`` computes, if it is as the head of this file says; None for all else.
+    """How ``module`` fits the head of this file; None where its code computes anything else.
 
     ``call``: its call in the run on the meta device, and ``seen`` the call of attention within. ``norms``: the model's.
     """

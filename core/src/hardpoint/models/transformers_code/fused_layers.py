@@ -42,7 +42,7 @@ def might_match(module: nn.Module) -> bool:
 
 
 def match_layer(module: nn.Module, call: Call, dtype: torch.dtype) -> LayerMatch | None:
-    """What ``module`` computes, if it is as the head of this file says; None for all else.
+    """How ``module`` fits the head of this file; None where its code computes anything else.
 
     ``call``: its call in the run on the meta device.
     """

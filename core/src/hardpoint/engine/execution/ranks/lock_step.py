@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine.control import R, Verb
+from hardpoint.engine.control import MeetReplicas, R, Verb
 from hardpoint.engine.execution.executor import Executor, Pending
 from hardpoint.engine.execution.graphs.shapes import captured_tokens
 from hardpoint.engine.execution.ranks.meeting import meet, serve_store
@@ -73,7 +73,10 @@ class LockStepExecutor:
         self.submit(self._empty)
 
     def control(self, verb: Verb[R]) -> list[R]:
-        """See Executor."""
+        """See Executor. MeetReplicas is not for the ranks: other cores are met."""
+        if isinstance(verb, MeetReplicas):
+            self._rounds.meet(verb.said, self.keep_up)
+            return []
         return self._ranks.control(verb)
 
     def check(self) -> None:

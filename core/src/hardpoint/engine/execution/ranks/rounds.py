@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Self
 
 from hardpoint.engine.execution.ranks.sockets import shut
-from hardpoint_plugin_api import EngineDeadError
+from hardpoint_plugin_api import EngineDeadError, EngineError
 
 CLOSED = "the engine is closed"
 """The reason where another replica was closed first."""
@@ -34,6 +34,8 @@ _LEAVES = b""
 """In place of a step: the replica is being closed."""
 _FINISHED = b"."
 """In place of a step: the replica begins no more rounds, and takes part in those of others."""
+_MEETS = b"?"
+"""In place of a step, before what the replica says: see ``meet``. No step has a length like these messages'."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Rounds:
         self._replica, self._others, self._seconds, self._elsewhere = replica, others, seconds, elsewhere
         self._running = set(others)
         self._shares: dict[int, deque[Share]] = {number: deque() for number in others}
+        self._said: dict[int, deque[str]] = {number: deque() for number in others}
         self._changed = threading.Condition()
         self._lost: str | None = None
         self._is_closed = self._has_left = False
@@ -142,6 +145,43 @@ class Rounds:
                     return
             keep_up()
 
+    def meet(self, said: str, keep_up: Callable[[], None]) -> None:
+        """Wait until all replicas have come here, and call ``keep_up`` for each round that one of them still begins.
+
+        Each begins no more rounds before it returns. Raises EngineError where another says something else than
+        ``said``, or has finished; EngineDeadError where one is gone.
+        """
+        padding = b" " * (-len(said.encode()) % _NUMBER.size)
+        for connection in self._others.values():
+            with suppress(OSError):
+                connection.send_bytes(_MEETS + said.encode() + padding)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self.has_begun or self._have_met or self._missed)
+                if self._ended:
+                    raise EngineDeadError(self._ended)
+                if not self.has_begun:
+                    break
+            keep_up()
+        with self._changed:
+            if self._missed:
+                raise EngineError(f"this replica {said}, and replica {self._missed[0]} is being closed")
+            others = {number: each.popleft() for number, each in self._said.items()}
+        for number, other in others.items():
+            if other != said:
+                raise EngineError(
+                    f"this replica {said}, and replica {number} {other}: all that share experts must do the same"
+                )
+
+    @property
+    def _have_met(self) -> bool:
+        return all(self._said.values())
+
+    @property
+    def _missed(self) -> list[int]:
+        """Replicas that say nothing any more."""
+        return [number for number, each in self._said.items() if not each and number not in self._running]
+
     def leave(self, *, is_lost: bool = False) -> None:
         """Tell the others that this replica is being closed, unless ``is_lost``, and listen no more. Twice is once."""
         with self._changed:
@@ -180,6 +220,8 @@ class Rounds:
                             self._lost = f"replica {number} {ended}, with which this one shares experts"
                     elif data == _FINISHED:
                         self._running.discard(number)
+                    elif len(data) % _NUMBER.size:
+                        self._said[number].append(data.removeprefix(_MEETS).decode().rstrip())
                     else:
                         self._shares[number].append(Share.unpack(data))
                     self._changed.notify_all()
