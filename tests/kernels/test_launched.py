@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 
 from hardpoint.plugin_host import discover
 from tests.kernels.compiling import SHARED_KIB
+from tests.support.forked import run_module
 
 _ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ("a100", "l40s", "h100", "b200", "rtx5090", "mi210", "mi300x", "mi355x", "rx9070xt")
@@ -54,13 +52,11 @@ def contributed(platform: str) -> dict[str, str]:
 
 def compiled(device: str, names: list[str], folder: Path, seconds: float) -> list[dict[str, Any]]:
     """The program's report on each variant; AssertionError with the compiler's last words where it did not end."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.launched", device, *names]
-    environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DISABLE_LINE_INFO": "1"}
-    done = subprocess.run(command, env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=seconds)
+    variables = {"TRITON_CACHE_DIR": str(folder), "TRITON_DISABLE_LINE_INFO": "1", "TRITON_INTERPRET": "0"}
+    done = run_module("tests.kernels.launched", [device, *names], _ROOT, seconds, variables)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     began = [line["began"] for line in lines if "began" in line]
-    assert any("ended" in line for line in lines), f"{began[-1:]} {done.returncode}\n{done.stderr[-4000:]}"
+    assert any("ended" in line for line in lines), f"{began[-1:]} {done.returncode}\n{done.stdout[-4000:]}"
     failed = [line["failed"] for line in lines if "failed" in line]
     assert not failed, "\n".join(failed)
     return [line for line in lines if "kernel" in line]
