@@ -145,6 +145,7 @@ def test_explain_says_why_not_the_others(
         "cpu_native_int4": ["spec"],
         "cpu_native_mxfp4": ["spec"],
         "cpu_native_nvfp4": ["spec"],
+        "cpu_native_blocks": ["spec"],
         **experts,
     }
     assert reasons["all2all"] == {

@@ -1,6 +1,7 @@
 #include "linear_blocks.h"
 
 #include "each_float.h"
+#include "experts_blocks.h"
 
 namespace hardpoint::HARDPOINT_LEVEL {
 
@@ -8,6 +9,9 @@ static constexpr Kernel kernels[] = {
     EACH_FLOAT("linear_nibble_blocks", LinearNibbleBlocks),
     EACH_FLOAT("linear_six_bit_blocks", LinearSixBitBlocks),
     EACH_FLOAT("linear_byte_blocks", LinearByteBlocks),
+    EACH_FLOAT("experts_linear_nibble_blocks", ExpertsLinearNibbleBlocks),
+    EACH_FLOAT("experts_linear_six_bit_blocks", ExpertsLinearSixBitBlocks),
+    EACH_FLOAT("experts_linear_byte_blocks", ExpertsLinearByteBlocks),
     EACH_FLOAT("unpack_nibble_blocks", UnpackNibbleBlocks),
     EACH_FLOAT("unpack_byte_blocks", UnpackByteBlocks),
     EACH_FLOAT("round_blocks", RoundBlocks),

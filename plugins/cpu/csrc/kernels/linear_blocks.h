@@ -103,7 +103,18 @@ struct BlockInput {
     Place place;
 };
 
-// Some rows of these: where each begins.
+// The same, and `finish(i, 16 sums, column)`, which takes the results of row i, by pointers: products are compiled once
+// for whatever elements, rows and results there are.
+struct CodeCall {
+    const std::int8_t* codes;
+    const float* scales;
+    const float* sums;
+    const void* of;
+    std::int64_t (*place)(const void* of, std::int64_t i);
+    void (*finish)(const void* of, std::int64_t i, const Sums& sums, std::int64_t column);
+};
+
+// Some rows of activations: where each begins.
 template <int rows>
 struct CodeRows {
     const std::int8_t* codes[rows];
@@ -259,22 +270,34 @@ struct CodeWeight {
         if constexpr (std::is_same_v<T, bfloat16>) {
             if (x.numbers && block.rows > kMostCodeRows) return multiply_numbers(block, x, finish);
         }
+        struct Both {
+            const BlockInput<T, Place>& x;
+            const Finish& finish;
+        } both{x, finish};
+        const auto place = [](const void* of, std::int64_t i) { return static_cast<const Both*>(of)->x.place(i); };
+        const auto give = [](const void* of, std::int64_t i, const Sums& sums, std::int64_t column) {
+            static_cast<const Both*>(of)->finish(i, sums, column);
+        };
+        multiply_rows(block, CodeCall{x.codes, x.scales, x.sums, &both, place, give});
+    }
+
+  private:
+    [[gnu::noinline]] void multiply_rows(const Block& block, const CodeCall& call) const {
         const std::int64_t tiles = ceil_div(block.rows, kCodeRows);
         for (std::int64_t p = block.first_panel; p < block.first_panel + block.panels; ++p) {
             for (std::int64_t i = 0; i < tiles; ++i) {
                 const std::int64_t first = block.rows * i / tiles, count = block.rows * (i + 1) / tiles - first;
                 with_constant<kCodeRows>(count, [&](auto rows) {
                     if (scales.group == kBlockGroup) {
-                        multiply_panel<kBlockGroup, rows>(block.first_row + first, p, x, finish);
+                        multiply_panel<kBlockGroup, rows>(block.first_row + first, p, call);
                     } else {
-                        multiply_panel<kBlockGroup / 2, rows>(block.first_row + first, p, x, finish);
+                        multiply_panel<kBlockGroup / 2, rows>(block.first_row + first, p, call);
                     }
                 });
             }
         }
     }
 
-  private:
     // The weight becomes bfloat16, once for a block of rows.
     template <typename Place, typename Finish>
     void multiply_numbers(const Block& block, const BlockInput<bfloat16, Place>& x, const Finish& finish) const {
@@ -291,22 +314,22 @@ struct CodeWeight {
         multiply_block<bfloat16>(block, k, step, false, give, row, finish);
     }
 
-    template <int group, int rows, typename X, typename Finish>
-    void multiply_panel(std::int64_t first_row, std::int64_t p, const X& x, const Finish& finish) const {
+    template <int group, int rows>
+    void multiply_panel(std::int64_t first_row, std::int64_t p, const CodeCall& call) const {
         const std::int64_t k = scales.k;
         CodeRows<rows> of_x;
         for (int r = 0; r < rows; ++r) {
-            const std::int64_t row = x.place(first_row + r);
-            of_x.codes[r] = x.codes + row * k;
-            of_x.scales[r] = x.scales + row * (k / kBlockGroup);
-            of_x.sums[r] = x.sums + row * (k / group);
+            const std::int64_t row = call.place(call.of, first_row + r);
+            of_x.codes[r] = call.codes + row * k;
+            of_x.scales[r] = call.scales + row * (k / kBlockGroup);
+            of_x.sums[r] = call.sums + row * (k / group);
         }
         Sums sums[rows];
         for (int j = 0; j < kVectors; ++j) multiply_part<group, rows>(sums, p, j, of_x);
-        for (int r = 0; r < rows; ++r) finish(first_row + r, sums[r], p * kPanelRows);
+        for (int r = 0; r < rows; ++r) call.finish(call.of, first_row + r, sums[r], p * kPanelRows);
     }
 
-    // kLanes rows of a panel, so that all sums stay in registers. Compiled once for all that x and results may be.
+    // kLanes rows of a panel, so that all sums stay in registers.
     template <int group, int rows>
     [[gnu::noinline]] void multiply_part(Sums (&results)[rows], std::int64_t p, int j, const CodeRows<rows>& x) const {
         const std::int64_t k = scales.k, groups = k / group, step = code_panel_size<largest>(k) / groups;

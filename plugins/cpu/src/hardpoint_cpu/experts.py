@@ -12,6 +12,7 @@ import torch
 
 from hardpoint.experts.middle import bound_middle, is_gated
 from hardpoint_cpu import native
+from hardpoint_cpu.block_linear import BlockPanelLinear
 from hardpoint_cpu.linear import (
     Int4PanelLinear,
     Int8PanelLinear,
@@ -56,7 +57,7 @@ class PanelExperts(ExpertsKernel):
         self.layout = self.linear.layout
         self._experts, self._top_k = workload.num_experts, workload.top_k
         self._of = {name: self.linear(ctx, matrix) for name, matrix in _matrices(workload).items()}
-        self._number = self._of["w13"].number(f"experts_{self.linear.kernel}")
+        self._number = self._of["w13"].number(f"experts_{self._of['w13'].kernel}")
         self._middle = bound_middle(cast("Context", ctx), workload.activation)
         self._sort, self._sum = native.kernel_number("sort_by_expert"), native.number_for("sum_of_experts", ctx.dtype)
 
@@ -137,6 +138,12 @@ class Nvfp4Experts(PanelExperts):
     """e2m1 with scales of e4m3 for 16 columns, and of float32 for each row; activations as they are."""
 
     linear = Nvfp4PanelLinear
+
+
+class BlockExperts(PanelExperts):
+    """Blocks of GGUF files; a token is rounded to int8 once for all its experts."""
+
+    linear = BlockPanelLinear
 
 
 def _matrices(workload: ExpertsWorkload) -> dict[str, LinearWorkload]:

@@ -9,7 +9,7 @@ from hardpoint_plugin_api import Module, QuantSpec, Scale, Scheme
 
 _ROUNDED = QuantSpec("int8", scales=(Scale("float32", (1, 32)),), static=False)
 _SERVED = ("int3", "int4", "int5", "int6", "int8", "uint2", "uint4", "uint5")
-"""Elements that ``cpu_native_blocks`` multiplies; with others, and for experts, activations stay as they are."""
+"""Elements that ``cpu_native_blocks`` multiplies, for experts, too; with others activations stay as they are."""
 
 
 class CpuGguf(Gguf):
@@ -19,6 +19,6 @@ class CpuGguf(Gguf):
         scheme = super().scheme(module)
         if scheme is None or self.dtype == "float32":
             return scheme
-        if module.expert is not None or scheme.weight.element not in _SERVED:
+        if scheme.weight.element not in _SERVED:
             return scheme
         return replace(scheme, activation=_ROUNDED)

@@ -61,8 +61,10 @@ _WIDTHS = {
     "long": (4224, 64),
     "long-inner": (72, 4224),
     "tiled": (640, 384),
+    "blocks": (512, 256),
 }
-"""Hidden and intermediate sizes. Long ones are sums of more than 4,096 products, of the first matrix and the second."""
+"""Hidden and intermediate sizes. Long ones are sums of more than 4,096 products, of the first matrix and the second;
+the last are whole blocks of 256 columns, as GGUF's K types have."""
 _ABSENT = {"here": 0.0, "some-elsewhere": 0.4, "all-elsewhere": 1.0}
 """How many of a token's experts are on other ranks."""
 _OTHER_PARAMETERS = "swiglu_oai(1.25,2.0)"
@@ -121,11 +123,13 @@ class ExpertsTrials:
 
 
 def _does_not_fit(pair: Pair | None, widths: str) -> bool:
-    """Whether a row of either matrix would end within a unit of storage, or within a group (no kernel has such)."""
+    """Whether a row of either matrix would end within a unit of storage, or within a group (no kernel has such), or a
+    block of an outer level."""
     if pair is None:
         return False
     group = max(1, pair[0].scales[0].block[1] if pair[0].scales[0].block[0] == 1 else 1)
-    return any(size % pair[0].per_byte or (size % group and size > group) for size in _WIDTHS[widths])
+    unit = max(pair[0].per_byte, *(scale.block[1] for scale in pair[0].scales[1:] if scale.block[0] == 1), 1)
+    return any(size % unit or (size % group and size > group) for size in _WIDTHS[widths])
 
 
 def _trial(probe: ExpertsProbe, plan: Plan, number: int, *, with_sizes: bool) -> Trial:
