@@ -92,8 +92,9 @@ def program(folder: Path, scratch: Path, end: str, **settings: Any) -> list[str]
     return [str(script), str(folder), str(scratch), end, json.dumps(settings), json.dumps(prompts)]
 
 
-def torchrun(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "10", *arguments]
+def torchrun(*arguments: str, looks_after: int = 10) -> list[str]:
+    """``looks_after``: seconds between torchrun's looks after its processes; it ends all once one has ended."""
+    return [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", str(looks_after), *arguments]
 
 
 def check(model: PreTrainedModel, outputs: str) -> None:
@@ -132,6 +133,7 @@ def test_torchrun_on_two_hosts(end: str, mixture: tuple[Path, PreTrainedModel], 
             *("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(node)),
             *("--master-addr", two_hosts.ADDRESSES[0], "--master-port", "29500"),
             *program(mixture[0], tmp_path, end, **settings),
+            looks_after=60 if end else 10,  # rank 0 is to say what it lost before its launcher sees that rank 1 ended
         )
         for node in (0, 1)
     ]
