@@ -30,11 +30,12 @@ Pair = tuple[QuantSpec, QuantSpec | None]
 """The specs of weights and of activations; None is the trial's dtype as it is."""
 
 PLAIN = "plain"
-_FORMATS = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn")
+_WHOLE = ("uint8", "int8")
+_FORMATS = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", *_WHOLE)
 _BLOCKS = ("row", "all", "1x32", "1x64", "1x128", "1x16", "128x128")
 _TOKEN_BLOCKS = ("row", "1x128", "1x32", "1x64", "all")
 _E4M3 = "float8_e4m3fn"
-_FLAGS = ("", "asym", "permuted", "asym+permuted")
+_FLAGS = ("", "asym", "permuted", "asym+permuted", "min")
 _DTYPES = ("float32", "float16", "bfloat16")
 _ANY_ACTIVATION = (
     "*float??",
@@ -254,6 +255,11 @@ def _makes_sense(spec: QuantSpec, *, of_weight: bool) -> bool:
         return False
     if any(scale.format == _E4M3 for scale in spec.scales) and (len(spec.scales) < 2 or spec.scales[1].format == _E4M3):
         return False  # it reaches too few magnitudes to stand alone
+    formats = [scale.format for scale in spec.scales]
+    if set(formats) & {*_WHOLE} and [format_ in _DTYPES for format_ in formats] != [False, True]:
+        return False  # whole numbers say how many of an outer scale there are
+    if spec.minimum and (spec.number_format.values[0] < 0 or set(formats) - {"uint8", *_DTYPES}):
+        return False  # codes count from the least number on, which is as many of an outer one
     if len(spec.scales) > 1 and not _is_part(spec.scales[0].block, spec.scales[1].block):
         return False
     if spec.permuted and [scale.block[1] == -1 for scale in spec.scales] != [False, *[True] * (len(spec.scales) - 1)]:
