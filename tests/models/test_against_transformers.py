@@ -24,7 +24,7 @@ from tests.support.checkpoints import (
     KIMI_LINEAR,
     LLAMA4,
     NEMOTRON_H,
-    check_batch_equal,
+    check_tokens_equal,
     random_prompts,
     reference_logits,
     write_checkpoint,
@@ -279,9 +279,10 @@ def test_logits_and_greedy_tokens(shape: str, tmp_path: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert len({len(p) for p in prompts}) > 8, "the batch is meant to be ragged"
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    assert all(len(each) == count for each in tokens)
-    check_batch_equal(model, prompts, tokens, LOGIT_TOLERANCE)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert len(tokens) == count
+        check_tokens_equal(model, prompt, tokens, LOGIT_TOLERANCE)
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {

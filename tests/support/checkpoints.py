@@ -250,22 +250,7 @@ def check_tokens_equal(model: PreTrainedModel, prompt: list[int], tokens: list[i
     Teacher-forced in one pass. Where a token is not the likeliest, the two must be a tie: their logits closer than
     twice ``tolerance`` (contract: what "equal" means); what follows such a tie is not compared.
     """
-    _check_tokens(reference_logits(model, prompt + tokens), prompt, tokens, tolerance)
-
-
-@torch.inference_mode()
-def check_batch_equal(
-    model: PreTrainedModel, prompts: list[list[int]], tokens: list[list[int]], tolerance: float = 1e-4
-) -> None:
-    """``check_tokens_equal`` of several requests, in one pass: no token of a causal model sees the zeros behind it."""
-    rows = [torch.tensor(prompt + more) for prompt, more in zip(prompts, tokens, strict=True)]
-    logits = model(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)).logits
-    for prompt, more, each in zip(prompts, tokens, logits, strict=True):
-        _check_tokens(each[: len(prompt) + len(more)], prompt, more, tolerance)
-
-
-def _check_tokens(logits: torch.Tensor, prompt: list[int], tokens: list[int], tolerance: float) -> None:
-    logits = logits[len(prompt) - 1 : -1]
+    logits = reference_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
     for position, (row, token) in enumerate(zip(logits, tokens, strict=True)):
         best = int(row.argmax())
         if best != token:
