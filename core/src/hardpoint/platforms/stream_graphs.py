@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from hardpoint.platforms.host_parameters import rebinds
+from hardpoint.platforms.operator_loading import OperatorLoading
 from hardpoint_plugin_api import ConfigError, ConfigValue, GraphEngine, PlatformError
 
 BATCH_SIZES = (
@@ -76,12 +77,15 @@ class CaptureStream:
     warm-ups took for the stream that took them, and a library of matrix products a workspace.
     """
 
-    def __init__(self, device: torch.device, module: Any) -> None:
-        self.device, self.module = device, module
+    def __init__(self, device: torch.device, module: Any, loading: OperatorLoading | None = None) -> None:
+        """``loading`` ends before the first capture begins, during which no thread may load code."""
+        self.device, self.module, self._loading = device, module, loading
         self._stream: Any = None
 
     def get(self) -> Any:
         """The stream, taken when it is first asked for."""
+        if self._loading is not None:
+            self._loading.wait()
         if self._stream is None:
             self._stream = self.module.Stream(self.device)
         return self._stream

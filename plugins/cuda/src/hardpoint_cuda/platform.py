@@ -21,6 +21,7 @@ from hardpoint_plugin_api import NO_DEVICE, DeviceInfo, Fp8Format, GraphEngine, 
 if TYPE_CHECKING:
     import torch
 
+    from hardpoint.platforms.operator_loading import OperatorLoading
     from hardpoint.platforms.stream_graphs import CaptureStream
 
 _OVERLAPS = 90
@@ -142,6 +143,7 @@ class CudaPlatform(TorchAcceleratorPlatform):
     name = "cuda"
     collectives = "nccl"
     _capture_stream: CaptureStream
+    _loading: OperatorLoading
 
     @classmethod
     def detect(cls) -> DeviceInfo | Reason:
@@ -164,11 +166,13 @@ class CudaPlatform(TorchAcceleratorPlatform):
     def activate(self, index: int) -> torch.device:
         """See Platform. Core's kernels overlap from now on, where the device can and the configuration lets them."""
         from hardpoint.kernels.compiler_hash import hash_early
+        from hardpoint.platforms.operator_loading import OperatorLoading
         from hardpoint.platforms.stream_graphs import CaptureStream
 
         hash_early()
         device = super().activate(index)
-        self._capture_stream = CaptureStream(device, self.device_module())
+        self._loading = OperatorLoading(device)
+        self._capture_stream = CaptureStream(device, self.device_module(), self._loading)
         try:
             from hardpoint_cuda.overlapped import OVERLAP
         except ImportError:  # no Triton, or one that none of these kernels is for
@@ -190,6 +194,7 @@ class CudaPlatform(TorchAcceleratorPlatform):
             return 0
         import torch
 
+        self._loading.wait()
         return compile_ahead(run, torch.device(self.info.torch_type, self.memory.index))
 
     def graph_engine(self) -> GraphEngine:

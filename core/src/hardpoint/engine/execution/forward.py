@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -38,6 +38,15 @@ class PiecewiseStep(ForwardStep):
         """See ForwardStep. ``call`` runs long after the step was captured, once in each run."""
         self.interrupted_by.add(user)
         self.engine.opaque(lambda *given: call(self.caches[user], self.metadata[user], *given), *tensors)
+
+
+class Places(NamedTuple):
+    """Where T tokens of one cache group are stored: the pages, int64 [P], and of each token the row among these and the
+    offset in its page, int64 [T]."""
+
+    pages: torch.Tensor
+    rows: torch.Tensor
+    offsets: torch.Tensor
 
 
 class Forward:
@@ -96,18 +105,28 @@ class Forward:
             for view in self.caches[number].values():
                 yield view.view(torch.uint8) if view.element_size() == 1 else view
 
-    def stored(self, slots: Sequence[torch.Tensor], block_size: int) -> list[torch.Tensor]:
-        """Copies of each user's planes, [T, *plane.shape], or states at ``slots``, int32 [T] for each cache group."""
-        found: list[torch.Tensor] = []
-        for group, at in zip(self._cache_groups, slots, strict=True):
+    def places(self, slots: Sequence[torch.Tensor], block_size: int) -> list[Places]:
+        """Where ``stored`` finds what steps store at ``slots``, int32 [T] for each cache group.
+
+        Waits for the device.
+        """
+        found = []
+        for at in slots:
             # On the host: the operator's first call on a device takes a fifth of a second.
-            pages, places = (x.to(at.device) for x in torch.unique(at.cpu().long() // block_size, return_inverse=True))
+            pages, rows = (x.to(at.device) for x in torch.unique(at.cpu().long() // block_size, return_inverse=True))
+            found.append(Places(pages, rows, at.long() % block_size))
+        return found
+
+    def stored(self, places: Sequence[Places]) -> list[torch.Tensor]:
+        """Copies of each user's planes, [T, *plane.shape], or states at ``places``, by cache group."""
+        found: list[torch.Tensor] = []
+        for group, (pages, rows, offsets) in zip(self._cache_groups, places, strict=True):
             for number in group.users:
                 planes = self._users[number].layout.to_logical(self.caches[number], pages).values()
                 if group.retention.per_sequence:
                     found += planes
                 else:
-                    found += [x[places, at.long() % block_size] for x in planes]
+                    found += [x[rows, offsets] for x in planes]
         return found
 
     def hidden(

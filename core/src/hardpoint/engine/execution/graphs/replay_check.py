@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hardpoint.conformance.memory import equal_bits
-from hardpoint.engine.execution.forward import Forward
+from hardpoint.engine.execution.forward import Forward, Places
 from hardpoint.kernel_calls import KernelCalls, WatchedCall, can_repeat
 from hardpoint.ops.error_model import compare
 from hardpoint.plugin_host import Offer
@@ -125,13 +125,14 @@ class ReplayCheck:
         Raises PlatformError for what cannot be prepared, or replays something else for no reason that can be named.
         """
         step = wanted.first()
+        places = self._places(wanted)
         restore = self._keep_states(wanted)
         try:
-            eager = self._outcome(step(**wanted.tensors), wanted.slots)
+            eager = self._outcome(step(**wanted.tensors), places)
             while True:
                 graph = self._on_every_rank(partial(self._prepared, wanted, step))
                 restore()
-                fault = self._first_fault(wanted, graph, eager)
+                fault = self._first_fault(wanted, graph, places, eager)
                 if fault is None:
                     return graph
                 del graph  # an engine may keep few
@@ -156,14 +157,17 @@ class ReplayCheck:
         finally:
             restore()
 
-    def _first_fault(self, wanted: Wanted, graph: CapturedGraph, eager: Outcome) -> tuple[Offer, str] | None:
+    def _first_fault(
+        self, wanted: Wanted, graph: CapturedGraph, places: Sequence[Places], eager: Outcome
+    ) -> tuple[Offer, str] | None:
         """The kernel at fault for the first step on which a run differs from an eager run, if any, and what it did.
 
-        ``eager`` is the first step's. Raises PlatformError where results are far apart, and nobody can be named.
+        ``eager`` is the first step's, which stores at ``places``. Raises PlatformError where results are far apart, and
+        nobody can be named.
         """
         for number, put in enumerate(wanted.steps):
             if number == 0:
-                likeness = eager.compare(self._outcome(graph.run(), wanted.slots))
+                likeness = eager.compare(self._outcome(graph.run(), places))
             else:
                 likeness = self._likeness_of(wanted, graph, put)
             likeness = max(self._exchange(likeness))
@@ -186,10 +190,11 @@ class ReplayCheck:
         if not all(self._exchange(step is not None)):
             return Likeness.SAME
         assert step is not None
+        places = self._places(wanted)
         restore = self._keep_states(wanted)
-        replayed = self._outcome(graph.run(), wanted.slots)
+        replayed = self._outcome(graph.run(), places)
         restore()
-        likeness = self._outcome(step(**wanted.tensors), wanted.slots).compare(replayed)
+        likeness = self._outcome(step(**wanted.tensors), places).compare(replayed)
         restore()
         return likeness
 
@@ -287,9 +292,13 @@ class ReplayCheck:
     def _keep_states(self, wanted: Wanted) -> Callable[[], None]:
         return self._forward.keep_states(wanted.slots, self._block_size)
 
-    def _outcome(self, result: object, slots: Sequence[torch.Tensor]) -> Outcome:
+    def _places(self, wanted: Wanted) -> list[Places]:
+        """Where the step that was put stores, found before it runs: then nobody waits between its runs."""
+        return self._forward.places(wanted.slots, self._block_size)
+
+    def _outcome(self, result: object, places: Sequence[Places]) -> Outcome:
         results = [x.clone() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        return Outcome(results, self._forward.stored(slots, self._block_size))
+        return Outcome(results, self._forward.stored(places))
 
 
 def _fault(eager: WatchedCall, replayed: WatchedCall) -> str | None:
