@@ -12,7 +12,17 @@ from pathlib import Path
 CORE = Path(__file__).parents[1] / "core" / "src" / "hardpoint"
 
 ORDER = (
-    ("logs", "dtypes", "profiling", "extras", "startup_times", "thread_waiting", "garbage_collection", "fork_server"),
+    (
+        "logs",
+        "dtypes",
+        "profiling",
+        "extras",
+        "startup_times",
+        "thread_waiting",
+        "garbage_collection",
+        "fork_server",
+        "bytecode",
+    ),
     ("plugin_host", "numerics"),
     ("adapters", "metrics", "parallel"),
     ("selection", "config"),

@@ -12,6 +12,7 @@ import click
 import importlib_metadata
 from packaging.requirements import Requirement
 
+from hardpoint.bytecode import missing_bytecode
 from hardpoint.cli.plugins import describe
 from hardpoint.platforms import host
 from hardpoint.plugin_host import Offer, PluginSet, discover
@@ -79,6 +80,7 @@ def _machine() -> dict[str, str]:
     return {
         "os": f"{system}, kernel {platform.release()}, {platform.machine()}",
         "python": f"{platform.python_version()} ({sys.executable})",
+        "bytecode": missing_bytecode() or "Python keeps it",
         "cpu": cpu.get("model name", platform.processor() or "unknown"),
         "cores": str(host.available_cores()),
         "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available",

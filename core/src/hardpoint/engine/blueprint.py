@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from hardpoint.adapters.candidates import AdaptedOffer
+from hardpoint.bytecode import missing_bytecode
 from hardpoint.checkpoint.checkpoint import Checkpoint
 from hardpoint.checkpoint.formats import open_files
 from hardpoint.config import EngineConfig
@@ -199,6 +200,8 @@ def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, r
         raise
     if here.rank == 0:
         _warn_of_unasked(config, selector)
+        if runs_here and (problem := missing_bytecode()):
+            logger.warning("%s", problem)
     return Blueprint(config, checkpoint, plugins, choice, platform, ctx, facts, model, ops, groups, here)
 
 
