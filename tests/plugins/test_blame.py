@@ -50,7 +50,7 @@ class Context:
     def __init__(self, family: str, target: object) -> None:
         self.family, self.target = family, target
 
-    def select(self, workload: Any) -> Any:
+    def select(self, workload: Any, *, binding: bool = True) -> Any:
         return select(offer("mine", family=workload.family, of=workload.of), workload=workload)
 
     def for_plugin(self, plugin: str) -> Context:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hardpoint.selection import Settings, TuningFile, Verdict
-from hardpoint_plugin_api import AttentionWorkload, OpWorkload, SelectionError, UnknownNameError
+from hardpoint_plugin_api import AttentionWorkload, LinearWorkload, OpWorkload, SelectionError, UnknownNameError
 from hardpoint_plugin_api.requirements import ArchRequirement, FeatureRequirement, OneOfRequirement
 from tests.selection.fakes import MATMUL, TOY, VETO, Answers, FakePlugins, offer, reasons, select, selector, served
 
@@ -128,6 +128,26 @@ def test_a_choice_for_a_family_holds_where_it_is_offered() -> None:
     assert (entry.offer.contribution.name, entry.rule) == ("plain", "flag")
     with pytest.raises(UnknownNameError, match=r"Asked for by --use attention\.causal"):
         selector(FakePlugins(offers), {"attention.causal": "elsewhere"}).select(workload)
+
+
+def test_a_choice_that_does_not_bind() -> None:
+    """It is taken where it can serve, and the automatic choice elsewhere, until the same is asked for as binding."""
+    high = offer("b_high", priority=10)
+    wide = offer("wide", requires=(OneOfRequirement("in_features", (64,)),))
+    asker = selector(FakePlugins([high, wide]), {"linear": "wide"})
+
+    def chosen(width: int, binding: bool) -> str:
+        (entry,) = asker.select(LinearWorkload(in_features=width), binding=binding).entries
+        return entry.offer.contribution.name
+
+    assert (chosen(64, False), chosen(32, False)) == ("wide", "b_high")
+    assert (chosen(64, True), chosen(64, False)) == ("wide", "wide")
+    for _ in range(2):
+        with pytest.raises(SelectionError, match=r"--linear-backend wide: it cannot serve linear \(in_features=32\)"):
+            asker.select(LinearWorkload(in_features=32))
+    assert chosen(32, False) == "b_high"
+    with pytest.raises(UnknownNameError, match=r"Asked for by --linear-backend"):
+        selector(FakePlugins([high]), {"linear": "missing"}).select(LinearWorkload(), binding=False)
 
 
 def test_nothing_can_serve_says_everything() -> None:

@@ -122,9 +122,9 @@ class Context:
             return NO_RANGE
         return self.profiler.range(f"{'hardpoint' if self.plugin == CORE else self.plugin}.{name}")
 
-    def select(self, workload: Workload) -> Plan:
+    def select(self, workload: Workload, *, binding: bool = True) -> Plan:
         """Ask the selector, see Selector.select, for ``workload`` as ``asked``."""
-        return self.selector.select(asked(self.config, workload))
+        return self.selector.select(asked(self.config, workload), binding=binding)
 
     def load(self, offer: Offer) -> object:
         """Import an offer's target, wrapped where the offer is a generated adapter. Raises PluginLoadError."""

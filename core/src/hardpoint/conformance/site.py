@@ -83,7 +83,7 @@ class TrialResources(EngineResources):
 class ReferenceSelector(Selector):
     """Answers every request with the reference, whatever it claims: references serve any dtype, float64 included."""
 
-    def select(self, workload: Workload) -> SelectionPlan:
+    def select(self, workload: Workload, *, binding: bool = True) -> SelectionPlan:
         offers = self._plugins.offers(workload.family, workload.of)
         name = _REFERENCES[workload.family]
         offer = next((o for o in offers if o.contribution.name == name), None)

@@ -60,7 +60,7 @@ class Linear(PluggableLayer, name="linear"):
             out_features=sum(rows for _, rows in args.own_parts),
             spec=self.scheme.pair,
         )
-        plan = ctx.select(workload)
+        plan = ctx.select(workload, binding=args.kind != "lm_head")  # a head may have a format of its own
         self._use(plan, self._kernels_of(ctx, plan))
         if ctx.selector.postponed(plan.workload):
             layout = plan.layout

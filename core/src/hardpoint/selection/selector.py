@@ -67,6 +67,7 @@ class Selector:
         self._plugins, self._tuning = plugins, tuning or TuningFile()
         self._load = load
         self._plans: dict[Workload, Plan] = {}
+        self._free: set[Workload] = set()
         self._of_packages: dict[Requirement, Reason | None] = {}
         self._postpones, self._postponed = postpones, dict[Workload, dict[Offer, KernelBuild]]()
 
@@ -75,13 +76,21 @@ class Selector:
         """Every plan made so far, in the order of the requests."""
         return tuple(self._plans.values())
 
-    def select(self, workload: Workload) -> Plan:
+    def select(self, workload: Workload, *, binding: bool = True) -> Plan:
         """Return the plan for ``workload``; equal workloads get the same plan.
+
+        A candidate that the user asked for by name must serve. With ``binding`` False it comes first where it can
+        serve, and the plan is the automatic one elsewhere; once asked for as binding, a workload remains so.
 
         Raises UnknownNameError for a name that no candidate has, SelectionError (with every candidate's reasons) when
         nothing can serve, or not what was asked for by name.
         """
+        if binding and workload in self._free:
+            self._free.discard(workload)
+            del self._plans[workload]
         if workload not in self._plans:
+            if not binding:
+                self._free.add(workload)
             self._plans[workload] = self._decided(workload)
         return self._plans[workload]
 
@@ -121,14 +130,24 @@ class Selector:
         self._plans.update(plans)
 
     def _decided(self, workload: Workload) -> Plan:
-        """A new plan. Where nothing but what must be built can serve, it is waited for."""
+        """A new plan, without the user's choice where that does not bind and cannot serve."""
+        choice = self.settings.choice_for(workload)
+        if choice is None or workload not in self._free:
+            return self._decided_by(workload, choice)
+        try:
+            return self._decided_by(workload, choice)
+        except SelectionError:
+            return self._decided_by(workload, None)
+
+    def _decided_by(self, workload: Workload, choice: Choice | None) -> Plan:
+        """A new plan by a choice. Where nothing but what must be built can serve, it is waited for."""
         self._postponed.pop(workload, None)
         try:
-            return _Contest(self, workload, self._postpones).decide()
+            return _Contest(self, workload, self._postpones).decide(choice)
         except SelectionError:
             if not self._postponed.pop(workload, None):
                 raise
-            return _Contest(self, workload).decide()
+            return _Contest(self, workload).decide(choice)
 
     def _pending(self, offer: Offer, workload: Workload) -> list[Reason]:
         """The reason to pass over ``offer`` until it is built, if it must be, noted as postponed.
@@ -280,9 +299,8 @@ class _Contest:
             if next(objections(), None):
                 self.rejected[offer] = objections
 
-    def decide(self) -> Plan:
+    def decide(self, choice: Choice | None) -> Plan:
         self._judge_by_data()
-        choice = self.selector.settings.choice_for(self.workload)
         if choice and choice.where_offered and not self._is_offered(choice):
             choice = None
         if choice:
