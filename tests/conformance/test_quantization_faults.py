@@ -123,6 +123,26 @@ class HeadsToo(Int8Online):
         return super().scheme(replace(module, kind="linear"))
 
 
+class HeadsInFourBits(Int4Online):
+    """By default; the option is obeyed."""
+
+    def scheme(self, module: Module) -> Scheme | None:
+        is_asked = "lm_head" in self.request.options or self.options.text("layers") == "experts"
+        return super().scheme(module if is_asked else replace(module, kind="linear"))
+
+
+class HeadsInSpite(Int4Online):
+    """``lm_head=false`` counts for nothing."""
+
+    def __init__(self, request: MethodRequest) -> None:
+        rest = {key: value for key, value in request.options.items() if (key, value) != ("lm_head", "false")}
+        super().__init__(replace(request, options=rest))
+
+
+def scale_of_int8_inverted(scheme: Scheme) -> Scheme:
+    return slot("weight_scale", lambda x: 1 / x)(scheme) if scheme.weight.element == "int8" else scheme
+
+
 class AnyOption(Int8Online):
     def __init__(self, request: MethodRequest) -> None:
         super().__init__(replace(request, options={}))
@@ -222,6 +242,9 @@ PLANTED: dict[str, tuple[str, type[QuantizationMethod], str]] = {
     "last of three groups": ("int4_online", changed(Int4Online, slot("weight_scale", last_of_odd_groups)), "values"),
     "whole groups alone": ("int8_online", changed(Int8Online, whole_groups_alone), "slots"),
     "heads quantized": ("int8_online", HeadsToo, "kinds"),
+    "heads in four bits": ("int4_online", HeadsInFourBits, "kinds"),
+    "heads in spite of the option": ("int4_online", HeadsInSpite, "kinds"),
+    "scale of heads inverted": ("int4_online", changed(Int4Online, scale_of_int8_inverted), "values"),
     "any option taken": ("int8_online", AnyOption, "options"),
 }
 NAMES = {"compressed-tensors": "compressed_tensors"}

@@ -66,14 +66,20 @@ def round_weights(
     model: PreTrainedModel,
     weights: Callable[[torch.Tensor], torch.Tensor],
     inputs: Callable[[torch.Tensor], torch.Tensor] | None,
-    lm_head: bool = False,
+    head: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Replace the weights of linear modules by rounded ones, and round their inputs: all but routers, and but the head
-    unless it is asked for."""
+    """Replace the weights of linear modules but routers by rounded ones, and round their inputs.
+
+    The output head is rounded by ``head``, and left where that is None; its inputs are rounded where ``head`` is
+    ``weights``.
+    """
     for name, module in model.named_modules():
-        is_left_out = name.endswith(".router") or (name == "lm_head" and not lm_head)
-        if isinstance(module, torch.nn.Linear) and not is_left_out:
-            module.weight.data = weights(module.weight.data)
+        if not isinstance(module, torch.nn.Linear) or name.endswith(".router"):
+            continue
+        rounding = head if name == "lm_head" else weights
+        if rounding is not None:
+            module.weight.data = rounding(module.weight.data)
+        if rounding is weights:
             _round_inputs(module, inputs)
 
 

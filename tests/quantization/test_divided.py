@@ -106,10 +106,11 @@ def check(folder: Path, form: Format) -> None:
         assert difference.median() < 0.1
 
 
-def test_a_quantized_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", ["int8", "true"])
+def test_a_quantized_head(tmp_path: Path, head: str) -> None:
     """The vocabulary is divided, and what a rank has of it is quantized as a whole."""
     write_checkpoint(tmp_path, "qwen3", vocab_size=259, intermediate_size=128, num_key_value_heads=4)
-    settings = {"quantization": "int4", "quantization_options": "group_size=32,lm_head=true"}
+    settings = {"quantization": "int4", "quantization_options": f"group_size=32,lm_head={head}"}
     with small_llm(tmp_path, **settings) as llm:
         alone = prompt_scores(llm)
     with ranks_in_threads(tmp_path, 2, **settings) as llm:

@@ -221,6 +221,8 @@ def test_a_head_that_is_the_embedding(tmp_path: Path, no_reading: None) -> None:
     write_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=r"lm_head=true: the output head of .*config.json is the embedding"):
         small_llm(tmp_path, quantization="int8", quantization_options="lm_head=true")
+    with pytest.raises(ConfigError, match=r"lm_head=int8: the output head of .*config.json is the embedding"):
+        small_llm(tmp_path, quantization="int4", quantization_options="group_size=32,lm_head=int8")
 
 
 def test_a_flag_that_contradicts_the_checkpoint(tmp_path: Path, no_reading: None) -> None:

@@ -14,8 +14,10 @@ from tests.quantization.formats import by_blocks, fp8_inputs, int8_inputs, integ
 from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 
+Rounding = Callable[[torch.Tensor], torch.Tensor]
 
-def e4m3(n: int, k: int) -> Callable[[torch.Tensor], torch.Tensor]:
+
+def e4m3(n: int, k: int) -> Rounding:
     """Rounded to 8-bit floats, a scale for each n x k block; 0 is all."""
 
     def rounded(weight: torch.Tensor) -> torch.Tensor:
@@ -31,7 +33,7 @@ def int8(weight: torch.Tensor) -> torch.Tensor:
     return (weight / scale).round() * scale
 
 
-def int4(group: int, symmetric: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def int4(group: int, symmetric: bool) -> Rounding:
     """Rounded to 4-bit integers in groups of columns."""
 
     def rounded(weight: torch.Tensor) -> torch.Tensor:
@@ -76,13 +78,23 @@ ONLINE = [
     ("int4", "group_size=32", int4(32, False), None),
     ("int4", "group_size=16,symmetric=true", int4(16, True), None),
     ("int4", "group_size=32,lm_head=true", int4(32, False), None),
+    ("int4", "group_size=32,lm_head=false", int4(32, False), None),
     ("fp8", "lm_head=true", e4m3(1, 0), fp8_inputs()),
     ("mxfp8", "", powers(8, "e4m3"), None),
     ("mxfp8", "activations=dynamic", powers(8, "e4m3"), powers(8, "e4m3")),
     ("mxfp4", "", powers(2, "e2m1"), None),
+    ("mxfp4", "activations=dynamic", powers(2, "e2m1"), powers(2, "e2m1")),
     ("nvfp4", "", nvfp4, None),
     ("nf4", "group_size=32", nf4, None),
 ]
+
+
+def head_rounding(method: str, options: str, weights: Rounding) -> Rounding | None:
+    """How the output head is rounded: as asked, and else to int8 by methods of 4 bits alone."""
+    if "lm_head=true" in options:
+        return weights
+    is_kept = "lm_head=false" in options or method not in ("int4", "mxfp4", "nvfp4", "nf4")
+    return None if is_kept else int8
 
 
 @pytest.mark.parametrize(("method", "options", "weights", "inputs"), ONLINE)
@@ -90,11 +102,11 @@ def test_logits_are_those_of_the_rounded_numbers(
     tmp_path: Path,
     method: str,
     options: str,
-    weights: Callable[[torch.Tensor], torch.Tensor],
-    inputs: Callable[[torch.Tensor], torch.Tensor] | None,
+    weights: Rounding,
+    inputs: Rounding | None,
 ) -> None:
     model = write_checkpoint(tmp_path, "qwen3", hidden_size=128, head_dim=32, intermediate_size=192)
-    round_weights(model, weights, inputs, lm_head="lm_head=true" in options)
+    round_weights(model, weights, inputs, head=head_rounding(method, options, weights))
     ids = random_prompts(1, 40, seed=5, shortest=24)[0]
     with small_llm(tmp_path, quantization=method, quantization_options=options) as llm:
         got, expected = prompt_logits(llm, ids), reference_logits(model, ids)
@@ -116,6 +128,16 @@ def test_either_kernel_by_name(tmp_path: Path, kernel: str) -> None:
     with small_llm(tmp_path, **settings, use={"linear": kernel}) as llm:
         assert {row.chosen for row in llm.table.rows if row.family == "linear" and "uint4" in row.workload} == {kernel}
         assert (prompt_logits(llm, ids) - expected).abs().max() < 1e-4
+
+
+def test_a_head_that_the_named_kernel_cannot_serve(tmp_path: Path) -> None:
+    """It is served automatically; a name that serves its format is kept to."""
+    write_checkpoint(tmp_path, "llama")
+    settings = {"quantization": "int4", "quantization_options": "group_size=32"}
+    with small_llm(tmp_path, **settings, linear_backend="cpu_native_int4") as llm:
+        chosen = {row.workload.split("spec=")[1]: row.chosen for row in llm.table.rows if row.family == "linear"}
+    assert {name for spec, name in chosen.items() if spec.startswith("uint4")} == {"cpu_native_int4"}
+    assert {name for spec, name in chosen.items() if spec.startswith("int8")} == {"cpu_native_int8_weight"}
 
 
 def test_batch_invariance(tmp_path: Path) -> None:
@@ -152,7 +174,7 @@ def test_experts_that_stand_in_one_tensor(tmp_path: Path, family: str, top_k: in
     }
     model = write_checkpoint(tmp_path, family, **sizes)
     rounded = {"int4": int4(32, False), "nvfp4": nvfp4}[method]
-    round_weights(model, rounded, None)
+    round_weights(model, rounded, None, head=int8)
     for name, stack in model.named_parameters():
         if name.endswith("_proj") and ".experts." in name:
             stack.data = torch.stack([rounded(matrix.t()).t() for matrix in stack.data])

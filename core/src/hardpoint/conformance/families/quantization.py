@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -387,7 +388,7 @@ def _spoilt(config: Mapping[str, object]) -> Iterator[tuple[str, dict[str, objec
 
 
 class OnlineProbe(_Probe):
-    """One plain weight, quantized while it loads."""
+    """One plain weight, quantized while it loads: of an output head where the options ask for one."""
 
     def __init__(
         self,
@@ -402,6 +403,8 @@ class OnlineProbe(_Probe):
         self._options = options
         if options.get("layers") == "experts":
             self.module = replace(self.module, name=_EXPERT_NAME, expert=0)
+        elif options.get("lm_head", "false") != "false":
+            self.module = replace(self.module, kind="lm_head")
 
     @cached_property
     def drawn(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -456,17 +459,27 @@ class OnlineProbe(_Probe):
         return Finding.failed("rounding", "weight", text)
 
     def kinds(self) -> Finding:
-        """``kinds``: routers and the gates of shared experts are left as they are; output heads, too, unless the option
-        ``lm_head`` asks for them."""
-        held = self.held()
-        method: QuantizationMethod = self.subject.target(self.request(held, None, self._options))
-        rows, columns = self.module.out_features, self.module.in_features
-        head, router = Module(_NAME, rows, columns, "lm_head"), Module(_NAME, rows, columns, "router")
-        is_asked = self._options.get("lm_head") == "true" and self._options.get("layers") != "experts"
-        wanted = ((head, is_asked), (router, False))
-        wrong = [module.kind for module, expected in wanted if (method.scheme(module) is not None) != expected]
-        rule = "must be left as it is, unless it is a head and lm_head=true, which must be quantized"
-        return Finding.failed("kinds", ", ".join(wrong), rule) if wrong else Finding()
+        """``kinds``: routers and the gates of shared experts are left as they are. So are output heads with
+        ``lm_head=false``; any other value quantizes them. Without the option they have more bits than other matrices,
+        or are left."""
+        experts_alone = self._options.get("layers") == "experts"
+        asked = self._options.get("lm_head")
+        if self._scheme_of("router", self._options) is not None:
+            return Finding.failed("kinds", "router", "must be left as it is")
+        head = self._scheme_of("lm_head", self._options)
+        if asked is not None and (head is not None) != (asked != "false" and not experts_alone):
+            rule = "must be quantized where lm_head asks for it, left with lm_head=false and with layers=experts"
+            return Finding.failed("kinds", "lm_head", rule)
+        rest = {key: value for key, value in self._options.items() if key != "lm_head"}
+        head, other = self._scheme_of("lm_head", rest), self._scheme_of("linear", rest)
+        if head is not None and (other is None or _bits(head) <= _bits(other)):
+            rule = "must be left as it is without the option lm_head, or have more bits than other matrices"
+            return Finding.failed("kinds", "lm_head", rule)
+        return Finding()
+
+    def _scheme_of(self, kind: Literal["linear", "lm_head", "router"], options: Mapping[str, str]) -> Scheme | None:
+        method: QuantizationMethod = self.subject.target(self.request(self.held(), None, options))
+        return method.scheme(Module(_NAME, *_WEIGHTS[0], kind))
 
     def options(self) -> Finding:
         """``options``: one that there is not is refused by an error of Hardpoint's."""
@@ -475,6 +488,12 @@ class OnlineProbe(_Probe):
         except HardpointError:
             return Finding()
         return Finding.failed("options", "no_such_option", "is accepted; it must raise ConfigError or UnknownNameError")
+
+
+def _bits(scheme: Scheme) -> int:
+    """Of an element of the weight; 0 where the spec does not define it."""
+    element = scheme.weight.definition
+    return element.bits if element else 0
 
 
 def _among_others(x: torch.Tensor) -> torch.Tensor:

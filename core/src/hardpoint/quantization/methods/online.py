@@ -1,8 +1,8 @@
 """Methods that quantize a checkpoint of plain weights while it loads, tensor by tensor.
 
 A weight is rounded to nearest as it is read, so that at no time there is more of it in memory than the one tensor.
-Embeddings stay as they are, and so does the output head, unless ``lm_head=true`` asks for it. With ``layers=experts``
-all but the experts of mixtures stays as it is.
+Embeddings stay as they are, and so does the output head unless ``lm_head=true`` asks for it. Methods of 4 bits make it
+8-bit integers by default. With ``layers=experts`` all but the experts of mixtures stays as it is.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ from hardpoint_plugin_api import (
 _PLAIN = ("float32", "float16", "bfloat16", "float64")
 _ROW = (Scale("float32", (1, -1)),)
 _SWITCH = ("false", "true")
+_HEAD_BITS: dict[str, tuple[str, ...]] = {"lm_head": ("int8", *_SWITCH)}
+"""Of methods of 4 bits. Errors of a head reach the logits as they are, so it has more bits than the rest; llama.cpp
+stores ``output.weight`` of Q4_K_M files as Q6_K (src/llama-quant.cpp)."""
+_INT8 = QuantSpec("int8", scales=_ROW)
 _TILE = (128, 128)
 """DeepSeek-V3 (arXiv:2412.19437, section 3.3.2): tiles of the weight, and as wide stretches of activations."""
 
@@ -47,7 +51,6 @@ class OnlineMethod(QuantizationMethod):
 
     def __init__(self, request: MethodRequest) -> None:
         self.options = Options(request.options, self.known)
-        self._kinds = ("linear", "lm_head") if self.options.text("lm_head") == "true" else ("linear",)
         self.plain = QuantSpec(request.dtype)
         self.request = request
 
@@ -56,18 +59,21 @@ class OnlineMethod(QuantizationMethod):
         """The specs of weight and activation. Raises ConfigError where the weight's shape does not allow it."""
 
     def leave_tied_head(self) -> None:
-        if "lm_head" in self._kinds:
+        asked = self.request.options.get("lm_head", "false")
+        if asked != "false":
             raise ConfigError(
-                f"--quantization-options lm_head=true: the output head of {self.request.where} is the embedding, which "
-                "is not quantized; leave the option out"
+                f"--quantization-options lm_head={asked}: the output head of {self.request.where} is the embedding, "
+                "which is not quantized; leave the option out"
             )
 
     def scheme(self, module: Module) -> Scheme | None:
-        if module.kind not in self._kinds:
+        head = self.options.text("lm_head")
+        if module.kind == "router" or (module.kind == "lm_head" and head == "false"):
             return None
         if self.options.text("layers") == "experts" and module.expert is None and module.stack is None:
             return None
-        weight, activation = self.specs(module)
+        is_int8_head = module.kind == "lm_head" and head == "int8"
+        weight, activation = (_INT8, self.plain) if is_int8_head else self.specs(module)
         scales = (scale_slot(level) for level in range(len(weight.scales)))
         fills = ("weight", *scales, *(("weight_zero_point",) if weight.zero_point else ()))
         return Scheme(weight, activation, (_source(module, weight, fills),))
@@ -113,16 +119,15 @@ class Int8Online(OnlineMethod):
     known: ClassVar = {"activations": ("dynamic", "none"), **OnlineMethod.known}
 
     def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
-        weight = QuantSpec("int8", scales=_ROW)
         if self.options.text("activations") == "none":
-            return weight, self.plain
-        return weight, QuantSpec("int8", scales=_ROW, static=False)
+            return _INT8, self.plain
+        return _INT8, replace(_INT8, static=False)
 
 
 class Int4Online(OnlineMethod):
     """4-bit integers, weights alone. Options: ``group_size`` (64), ``symmetric`` = false or true."""
 
-    known: ClassVar = {"group_size": (), "symmetric": _SWITCH, **OnlineMethod.known}
+    known: ClassVar = {"group_size": (), "symmetric": _SWITCH, **OnlineMethod.known, **_HEAD_BITS}
 
     def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
         size = self.options.number("group_size", 64)
@@ -159,7 +164,7 @@ class BlockFloatOnline(OnlineMethod):
 class Nf4Online(OnlineMethod):
     """4-bit quantiles of the normal distribution, weights alone. Option: ``group_size`` (64)."""
 
-    known: ClassVar = {"group_size": (), **OnlineMethod.known}
+    known: ClassVar = {"group_size": (), **OnlineMethod.known, **_HEAD_BITS}
 
     def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
         size = self.options.number("group_size", 64)
@@ -181,6 +186,7 @@ class Mxfp4Online(BlockFloatOnline):
     """4-bit floats, a power of two for 32 columns."""
 
     name, weight = "mxfp4", MXFP4
+    known: ClassVar = {**BlockFloatOnline.known, **_HEAD_BITS}
 
 
 class Nvfp4Online(BlockFloatOnline):
@@ -188,3 +194,4 @@ class Nvfp4Online(BlockFloatOnline):
     have no such outer scale: without calibration nobody knows it."""
 
     name, weight = "nvfp4", NVFP4
+    known: ClassVar = {**BlockFloatOnline.known, **_HEAD_BITS}
