@@ -224,7 +224,7 @@ class StatesOfTheFirstBlock(GatedDeltaNet):
     """States stay in the page of a request's first block."""
 
     def _advance(self, cache: dict[str, Tensor], plan: StateMetadata, *tensors: Tensor) -> None:
-        super()._advance(cache, StateMetadata(plan.batch, pages=plan.batch.block_table[:, 0].long()), *tensors)
+        super()._advance(cache, StateMetadata.in_place(plan.batch, plan.batch.block_table[:, 0].long()), *tensors)
 
 
 class ForgetsTheConvolution(GatedDeltaNet):
@@ -251,7 +251,8 @@ class TakesPromptsForDecodes(GatedDeltaNet):
                 batch.seq_lens_host,
                 len(first),
             )
-            super()._advance(cache, StateMetadata(alone, pages=plan.pages), *few)
+            assert plan.pages is not None
+            super()._advance(cache, StateMetadata.in_place(alone, plan.pages), *few)
             tensors[-1].zero_()
             tensors[-1][first] = few[-1]
             return

@@ -8,8 +8,10 @@ import torch
 from hardpoint.conformance.families.layers import LayerTrials
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
+from hardpoint.context import Context
 from hardpoint.layers.linear_attention import LinearAttention
-from hardpoint_plugin_api import NULL_PAGE, AttentionBatch
+from hardpoint.layers.states import StateMetadata
+from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, LinearAttentionArgs
 from tests.conformance.trying import Caught, first_failure, subject
 
 Tensor = torch.Tensor
@@ -17,6 +19,10 @@ Tensor = torch.Tensor
 
 class Simple(LinearAttention):
     """A healthy layer in parts that faults can change one of. Prompts and decodes go the same way."""
+
+    def __init__(self, ctx: Context, args: LinearAttentionArgs) -> None:
+        super().__init__(ctx, args)
+        self._block_size = ctx.block_size
 
     def pages(self, batch: AttentionBatch) -> Tensor:
         """Where states are written, [N]."""
@@ -35,8 +41,8 @@ class Simple(LinearAttention):
     def write(self, states: Tensor, pages: Tensor, batch: AttentionBatch, i: int, state: Tensor) -> None:
         states[pages[i : i + 1]] = state
 
-    def _advance(self, qkv: Tensor, states: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-        pages = self.pages(batch)
+    def _advance(self, qkv: Tensor, states: Tensor, plan: StateMetadata, out: Tensor) -> None:
+        batch, pages = plan.batch, self.pages(plan.batch)
         for i in range(batch.num_requests):
             state = self.read(states, pages, batch, i)
             for token in self.rows(batch, i, len(qkv)):
@@ -124,10 +130,10 @@ class ByRow(Simple):
     def pages(self, batch: AttentionBatch) -> Tensor:
         return torch.arange(batch.num_requests)
 
-    def _advance(self, qkv: Tensor, states: Tensor, batch: AttentionBatch, out: Tensor) -> None:
+    def _advance(self, qkv: Tensor, states: Tensor, plan: StateMetadata, out: Tensor) -> None:
         if self.kept is None:
             self.kept = torch.zeros_like(states)
-        super()._advance(qkv, self.kept, batch, out)
+        super()._advance(qkv, self.kept, plan, out)
 
 
 class DecodesBesidePrompts(Simple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGe
 
 from hardpoint import SamplingParams
 from hardpoint.conformance.families.model_samples import TINY
-from hardpoint_plugin_api import CheckpointError, ConfigError, SelectionError
+from hardpoint.drafters.ngram import NgramDrafter
+from hardpoint_plugin_api import NO_DRAFT, CheckpointError, DraftCall, SelectionError
 from tests.support.checkpoints import (
     GATED_DELTA,
     GATED_DELTA_MOE,
+    KIMI_LINEAR,
+    NEMOTRON_H,
     check_tokens_equal,
     random_prompts,
     reference_logits,
@@ -76,9 +80,53 @@ def test_batch_invariance_is_refused(hybrid: tuple[Path, PreTrainedModel]) -> No
         small_llm(hybrid[0], batch_invariant=True)
 
 
-def test_speculation_is_refused(hybrid: tuple[Path, PreTrainedModel]) -> None:
-    with pytest.raises(ConfigError, match=r"--speculative-method: layer stack\.blocks\.0\.mixer keeps a state"):
-        small_llm(hybrid[0], speculative_method="ngram")
+@pytest.mark.parametrize(
+    ("architecture", "changes", "settings"),
+    [
+        ("qwen3_next", GATED_DELTA_MOE, {"async_scheduling": True, "block_size": 16}),
+        ("kimi_linear", KIMI_LINEAR, {"async_scheduling": False, "max_num_batched_tokens": 40}),
+        ("nemotron_h", NEMOTRON_H, {"async_scheduling": True, "enable_prefix_caching": False}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_drafts_leave_no_trace(
+    tmp_path: Path,
+    architecture: str,
+    changes: dict[str, Any],
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Convolutions and recurrences go on from where a draft was refused, beside prompts that are read in parts."""
+    model = write_checkpoint(tmp_path, architecture, **changes)
+    prompts = random_prompts(4, 60, seed=3, shortest=20)
+    with small_llm(tmp_path, max_num_seqs=3, **settings) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    known = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
+    for prompt, tokens in zip(prompts, known, strict=True):
+        check_tokens_equal(model, prompt, tokens[len(prompt) :])
+    monkeypatch.setattr(NgramDrafter, "propose", _right_now_and_then(known))
+    with small_llm(tmp_path, speculative_method="ngram", max_num_seqs=3, **settings) as llm:
+        for _ in range(2):
+            for tokens, output in zip(known, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+                assert tokens[-24:] == list(output.outputs[0].token_ids)
+        assert 0.2 < llm.stats.accepted_tokens / llm.stats.drafted_tokens < 0.8
+
+
+def _right_now_and_then(known: Sequence[list[int]]) -> Callable[[NgramDrafter, DraftCall], torch.Tensor]:
+    """A ``propose`` of what follows in the sequence of ``known`` that a request has begun.
+
+    It is wrong at one place: the length of what is begun, modulo 5.
+    """
+
+    def propose(drafter: NgramDrafter, call: DraftCall) -> torch.Tensor:
+        drafts = torch.full((len(call.slots), 4), NO_DRAFT)
+        for row, (slot, length) in enumerate(zip(call.slots.tolist(), call.lengths.tolist(), strict=True)):
+            begun = call.tokens[slot, :length].tolist()
+            rest = next((tokens[length : length + 4] for tokens in known if tokens[:length] == begun), [])
+            drafts[row, : len(rest)] = torch.tensor([t + (place == length % 5) for place, t in enumerate(rest)])
+        return drafts
+
+    return propose
 
 
 def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:

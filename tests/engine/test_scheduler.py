@@ -31,6 +31,7 @@ from hardpoint_plugin_api import NO_DRAFT, NULL_PAGE, CapacityError, Latest, Ret
 BLOCK = 4
 END = 1
 """The token that ends a request, where it may."""
+MOST_DRAFTS = 6
 
 
 def make_request(number: int, prompt: Sequence[int], output: int, **options: Any) -> Request:
@@ -93,8 +94,9 @@ def expected_output(request: Request) -> list[int]:
 class Device:
     """Executes steps: slots with their tokens and each cache group's pages.
 
-    The cache holds, by page and offset, the group that stored there and the tokens up to that one; of a state, at
-    offset 0, all tokens that it knows.
+    The cache holds, by page and offset, the group that stored there and the tokens up to that one. A page of states
+    holds those behind the last tokens, one more than there may be drafts: at place p modulo their number all tokens up
+    to position p.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Device:
         drafter: Drafter | None = None,
     ) -> None:
         self.limits, self.num_pages, self.spans, self.drafter = limits, num_pages, spans, drafter
+        self.num_states = 1 + (MOST_DRAFTS if drafter else 0)
         self.tokens: dict[int, list[int]] = {}
         self.pages: dict[int, list[list[int]]] = {}
         self.stored: dict[int, int] = {}
@@ -121,7 +124,11 @@ class Device:
         assert not {c.target for c in step.page_copies} & {c.source for c in step.page_copies}
         for group, source, target in step.page_copies:
             assert self.spans[group].per_sequence
-            self.cache[target, 0] = self.cache[source, 0]
+            self.cache |= {
+                (target, place): self.cache[source, place]
+                for place in range(self.num_states)
+                if (source, place) in self.cache
+            }
         assert 0 < step.num_tokens <= (self.limits.max_tokens or 0)
         assert len(self.tokens) <= (self.limits.max_requests or 0)
         counts = [s.count for s in step.scheduled]
@@ -150,9 +157,11 @@ class Device:
                 if self.spans[group].per_sequence:
                     page = pages[(end - 1) // BLOCK]
                     assert 0 < page < self.num_pages
-                    if share.start:
-                        assert self.cache[page, 0] == (group, tuple(tokens[: share.start])), "another state"
-                    self.cache[page, 0] = group, tuple(tokens[:end])
+                    if start:
+                        place = (start - 1) % self.num_states
+                        assert self.cache[page, place] == (group, tuple(tokens[:start])), "another state"
+                    for position in range(max(start, end - self.num_states), end):
+                        self.cache[page, position % self.num_states] = group, tuple(tokens[: position + 1])
                     continue
                 first = self.spans[group].first(start)
                 assert all(0 < page < self.num_pages for page in pages[first // BLOCK :])
@@ -243,7 +252,8 @@ STREAMS = given(
     ahead=st.booleans(),
     threshold=st.none() | st.integers(0, 10),
     max_partial=st.integers(1, 3),
-    drafter=st.none() | st.builds(drafting, st.integers(1, 6), st.sampled_from([0, 0.2, 0.7, 1]), st.integers(0, 99)),
+    drafter=st.none()
+    | st.builds(drafting, st.integers(1, MOST_DRAFTS), st.sampled_from([0, 0.2, 0.7, 1]), st.integers(0, 99)),
 )
 
 
@@ -264,11 +274,10 @@ def check_random_streams(
     drafter: Drafter | None,
 ) -> None:
     pages *= len(spans)
-    drafter = None if Latest() in spans else drafter  # a state cannot go back before a wrong draft
     mixed |= drafter is not None
     limits = StepLimits(max_tokens=max_tokens, max_requests=max_requests, chunk_multiple=chunk, mixed_phases=mixed)
     prefill = PrefillPolicy.within(limits, threshold, max_partial)
-    num_drafts = 6 if drafter else 0
+    num_drafts = MOST_DRAFTS if drafter else 0
     scheduler = make_scheduler(pages, limits, caching, spans, num_drafts, drafts_ahead=ahead, prefill=prefill)
     device = Device(limits, pages, spans, drafter)
     everybody = [

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hardpoint import RequestOutput, SamplingParams
 from hardpoint.cache_users import ModelCaches
 from hardpoint.engine.execution.forward import Forward
+from hardpoint.layers.states import StatePlanner
 from hardpoint_plugin_api import (
     CacheSpec,
     CacheUser,
@@ -175,8 +176,41 @@ def test_a_block_size_is_a_wish_unless_it_is_set(tmp_path: Path, hybrid: tuple[P
         assert llm.core.blueprint.ctx.block_size == 16
 
 
-def test_wrong_drafts_could_not_be_taken_back(hybrid: tuple[Path, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"--speculative-method: layer stack\.blocks\.0\.mixer keeps a state"):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"async_scheduling": True},
+        {"max_num_batched_tokens": 12, "num_speculative_tokens": 2},
+        {"async_scheduling": True, "block_size": 4, "num_speculative_tokens": 6},
+        {"async_scheduling": True, "enable_prefix_caching": False, "max_num_seqs": 3},
+        {"enforce_eager": True, "block_size": 1, "num_speculative_tokens": 1},
+    ],
+    ids=str,
+)
+def test_wrong_drafts_leave_no_trace_in_states(hybrid: tuple[Path, Any], settings: dict[str, Any]) -> None:
+    folder, model = hybrid
+    prompts = [[*prompt, *prompt] for prompt in random_prompts(3, 50, seed=2, shortest=30)]
+    prompts += [[*prompt, 7, 8, 9] for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with small_llm(folder, speculative_method="ngram", **settings) as llm:
+        for _ in range(2):
+            for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+                check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        stats, pool = llm.stats, llm.core.scheduler.cache.pool
+        assert 0 < stats.accepted_tokens < stats.drafted_tokens
+        assert (llm.core.scheduler.num_cached_tokens > 0) == settings.get("enable_prefix_caching", True)
+        assert pool.num_free == pool.num_usable, "pages leaked"
+
+
+def test_drafts_are_refused_where_a_layer_cannot_undo_them(
+    hybrid: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StatePlanner, "keeps_drafts", False)
+    wanted = (
+        r"--speculative-method: layer stack\.blocks\.0\.mixer keeps a state.* \(StatePlanner\.keeps_drafts is False\)"
+    )
+    with pytest.raises(ConfigError, match=wanted):
         small_llm(hybrid[0], speculative_method="ngram")
 
 

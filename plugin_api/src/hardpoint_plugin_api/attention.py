@@ -212,11 +212,14 @@ class StepPlanner:
 
     This class itself suffices for a layer that reads nothing but the batch's device arrays. ``capture``: which batches
     the layer's work on its cache may be captured for. ``exact_lengths``: ``plan`` needs exact ``seq_lens_host``, not
-    upper bounds; with such a planner, a step waits until the previous step's drafts are counted.
+    upper bounds; with such a planner, a step waits until the previous step's drafts are counted. ``keeps_drafts``: of a
+    cache of retention ``Latest``, a step may begin behind any of the last 1 + k tokens of the step before it, where k
+    is the most drafts of a request; without it, models with such a layer are refused drafts.
     """
 
     capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
     exact_lengths: ClassVar[bool] = True
+    keeps_drafts: ClassVar[bool] = False
 
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         """Prepare one step, on the host. Default: pass the batch on.

@@ -7,32 +7,16 @@ Axes: T tokens, N requests, H heads, D head size.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from hardpoint.context import Context
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.linear import Linear
+from hardpoint.layers.states import StateMetadata, add_states
 from hardpoint.parallel.shards import HeadShards
-from hardpoint_plugin_api import (
-    AttentionBatch,
-    CacheSpec,
-    CacheUser,
-    CaptureGrade,
-    ForwardStep,
-    Latest,
-    LinearArgs,
-    LinearAttentionArgs,
-    PlainLayout,
-    Plane,
-    Quantized,
-    StepPlanner,
-)
-
-
-class LinearAttentionPlanner(StepPlanner):
-    """Steps need no plan. A step of one token for each request reads nothing from the host, so it can be captured."""
-
-    capture = CaptureGrade.SINGLE_TOKEN
+from hardpoint_plugin_api import ForwardStep, LinearArgs, LinearAttentionArgs, Plane, Quantized
 
 
 class LinearAttention(PluggableLayer, name="linear_attention"):
@@ -56,12 +40,9 @@ class LinearAttention(PluggableLayer, name="linear_attention"):
             ctx.child("out"),
             LinearArgs(width, (("out", args.hidden_size),), column_shard=heads.columns(args.head_size)),
         )
-        self._device, self._block_size = ctx.torch_device, ctx.block_size
+        self._device = ctx.torch_device
         shape = (heads.num_heads, args.head_size, args.head_size)
-        spec = CacheSpec((Plane("state", shape, "float32"),), Latest())
-        self.index = ctx.cache_users.add(
-            CacheUser(ctx.path, spec, PlainLayout(), LinearAttentionPlanner(), LinearAttentionPlanner)
-        )
+        self.index = add_states(ctx, Plane("state", shape, "float32"))
 
     def bind(self) -> None:
         decays = torch.tensor(self.args.decays, dtype=torch.float32, device=self._device)
@@ -76,26 +57,30 @@ class LinearAttention(PluggableLayer, name="linear_attention"):
         qkv = self.qkv(x, step).view(x.shape[0], 3, self._heads.num_heads, self.args.head_size)
         mixed = torch.empty_like(qkv[:, 0])
         step.interrupt(
-            self.index, lambda cache, plan, qkv, out: self._advance(qkv, cache["state"], plan.batch, out), qkv, mixed
+            self.index, lambda cache, plan, qkv, out: self._advance(qkv, cache["state"], plan, out), qkv, mixed
         )
         y: torch.Tensor = self.out(mixed.view(x.shape[0], -1), step)
         return y if self._returns_partial_sums else self._group.all_reduce(y)
 
-    def _advance(self, qkv: torch.Tensor, states: torch.Tensor, batch: AttentionBatch, out: torch.Tensor) -> None:
+    def _advance(self, qkv: torch.Tensor, states: torch.Tensor, plan: StateMetadata, out: torch.Tensor) -> None:
         """Write the results of queries, keys and values [T, 3, H, D] to ``out`` [T, H, D]; mutates ``states``."""
-        pages = batch.state_pages(self._block_size)
-        if batch.num_decodes == batch.num_requests:
-            old = states[pages].masked_fill((batch.seq_lens == 1)[:, None, None, None], 0.0)
-            out[: batch.num_requests], states[pages] = self._token(qkv[: batch.num_requests].float(), old)
-            return
-        for i, length in enumerate(batch.seq_lens_host):
-            first, last = batch.query_start_host[i : i + 2]
-            state = states[pages[i : i + 1]]
-            if length == last - first:
-                state = torch.zeros_like(state)
-            for token in range(first, last):
-                out[token : token + 1], state = self._token(qkv[token : token + 1].float(), state)
-            states[pages[i : i + 1]] = state
+        current = plan.begin(states)
+        for part in plan.parts:
+            given, old = qkv[part.rows].float(), current[part.states]
+            is_new = part.seq_lens == part.query_start.diff()
+            old = old.masked_fill(is_new[:, None, None, None], 0.0)
+            if part.starts is None:
+                result, current[part.states] = self._token(given, old)
+                out[part.rows] = result.to(out.dtype)
+            else:
+                mixed = torch.empty_like(given[:, 0])
+                for number, (first, last) in enumerate(pairwise(part.starts)):
+                    state = old[number : number + 1]
+                    for token in range(first, last):
+                        mixed[token : token + 1], state = self._token(given[token : token + 1], state)
+                    current[part.states[number]] = state[0]
+                out[part.rows] = mixed.to(out.dtype)
+            plan.keep(states, current, part)
 
     def _token(self, qkv: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The result [N, H, D] and the next state [N, H, D, D] of one token of each request; qkv [N, 3, H, D]."""

@@ -298,11 +298,12 @@ def step_limits(blueprint: Blueprint) -> StepLimits:
         )
     if limits.token_buckets:
         limits = limits.intersect(StepLimits(max_tokens=max(limits.token_buckets)))
-    state = next((user for user in blueprint.ctx.cache_users.users if user.spec.retention.per_sequence), None)
+    states = (user for user in blueprint.ctx.cache_users.users if user.spec.retention.per_sequence)
+    state = next((user for user in states if not user.planner.keeps_drafts), None)
     if config.num_drafts and state is not None:
         raise ConfigError(
             f"--speculative-method: layer {state.path} keeps a state, which cannot go back to what it was before a "
-            "wrong draft; leave it out"
+            f"wrong draft ({type(state.planner).__name__}.keeps_drafts is False); leave it out"
         )
     if config.num_drafts >= blueprint.ctx.max_model_len:
         raise ConfigError(

@@ -6,7 +6,8 @@ stands for what a request never held.
 
 Of a state (``Retention.per_sequence``) a request holds the page of its newest block. It takes this page along to later
 blocks. Where the state at the edge of a block is worth keeping for others, the request leaves that page behind instead
-and goes on with a copy.
+and goes on with a copy. Drafts make two exceptions, and the page is taken along: where some are yet to be verified, the
+state may be that of an earlier token; and where wrong ones had blocks of their own, the page belongs to those already.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class Prefix:
 class Growth:
     """The pages of a request's next blocks, and the states to copy there before the step that grows it.
 
-    A block whose state no step reads has the null page.
+    Of a state each new block has the one page that steps go on with, so that a step which ends in an earlier one than
+    was expected, behind wrong drafts, finds it, too.
     """
 
     pages: NewPages
@@ -157,40 +159,46 @@ class PagedCache:
         edge = (start + count) // size * size
         return edge - start if edge > start else count
 
-    def num_fresh(self, num_blocks: int, start: int, end: int) -> int:
-        """Fresh pages that a request with ``num_blocks`` blocks needs for the tokens from ``start`` to ``end``."""
+    def num_fresh(self, num_blocks: int, start: int, end: int, is_exact: bool = True) -> int:
+        """Fresh pages that a request with ``num_blocks`` blocks needs for the tokens from ``start`` to ``end``.
+
+        ``is_exact``: no draft before ``start`` is yet to be verified.
+        """
         missing = self.geometry.blocks_for(end) - num_blocks
         if missing <= 0:
             return 0
         by_token = missing * (len(self._retentions) - self._num_states)
-        return by_token + (self._num_states if self._leaves_states(start) else 0)
+        return by_token + (self._num_states if self._leaves_states(num_blocks, start, is_exact) else 0)
 
-    def _leaves_states(self, start: int) -> bool:
+    def _leaves_states(self, num_blocks: int, start: int, is_exact: bool) -> bool:
         """Whether a request that goes on to other blocks from ``start`` has no page for its states, or leaves it."""
-        return start == 0 or (self._keeps_states and start % self.geometry.block_size == 0)
+        return start == 0 or (self._keeps_states and is_exact and start == num_blocks * self.geometry.block_size)
 
-    def grow(self, held: HeldPages, start: int, end: int) -> Growth | None:
+    def grow(self, held: HeldPages, start: int, end: int, is_exact: bool = True) -> Growth | None:
         """Add pages for the tokens from ``start`` to ``end``: ``num_fresh`` fresh ones, None where fewer are free."""
         missing = self.geometry.blocks_for(end) - held.num_blocks
         if missing <= 0:
             return self.no_growth
-        fresh = self.pool.allocate(self.num_fresh(held.num_blocks, start, end))
+        fresh = self.pool.allocate(self.num_fresh(held.num_blocks, start, end, is_exact))
         if fresh is None:
             return None
-        copies = []
+        leaves = self._leaves_states(held.num_blocks, start, is_exact)
+        copies, new_pages = [], []
         for group, pages in enumerate(held.pages):
             if not self._retentions[group].per_sequence:
                 pages += fresh[:missing]
+                new_pages.append(tuple(fresh[:missing]))
                 del fresh[:missing]
                 continue
-            if self._leaves_states(start):
+            if leaves:
                 page = fresh.pop()
                 if start:
                     copies.append(PageCopy(group, pages[-1], page))
             else:
                 page, pages[-1] = pages[-1], NULL_PAGE
             pages += [NULL_PAGE] * (missing - 1) + [page]
-        return Growth(tuple(tuple(pages[-missing:]) for pages in held.pages), tuple(copies))
+            new_pages.append((page,) * missing)
+        return Growth(tuple(new_pages), tuple(copies))
 
     def take_back(self, held: HeldPages, position: int) -> list[int]:
         """The pages that no query at ``position`` or later reads; the caller frees them when no step uses them."""
@@ -213,7 +221,8 @@ class PagedCache:
             if self._retentions[group].per_sequence:
                 blocks = blocks[-1:] if num_stored == len(hashes) * self.geometry.block_size else blocks[:0]
             for block in blocks:
-                self.pool.remember(pages[block], (group, hashes[block]))
+                if pages[block] != NULL_PAGE:  # a state's page that was taken along
+                    self.pool.remember(pages[block], (group, hashes[block]))
 
     def free(self, pages: Iterable[int]) -> None:
         """Stop holding ``pages``."""

@@ -334,7 +334,11 @@ class Scheduler:
         """Pages that the next token of ``request`` needs; 0 where it has been preempted."""
         if request.held is None or not request.num_to_compute:
             return 0
-        return self.cache.num_fresh(request.held.num_blocks, request.num_computed, request.num_computed + 1)
+        return self._num_fresh(request, request.held, request.num_computed + 1)
+
+    def _num_fresh(self, request: Request, held: HeldPages, end: int) -> int:
+        """Fresh pages that ``request`` needs for its next tokens, up to position ``end``."""
+        return self.cache.num_fresh(held.num_blocks, request.num_computed, end, request.num_unsettled == 0)
 
     def _admit(self, step: _ScheduledStep) -> None:
         """Start waiting requests, as long as slots, tokens and pages last. A step that preempted starts none."""
@@ -485,10 +489,10 @@ class Scheduler:
     def _grow(self, step: _ScheduledStep, request: Request, held: HeldPages, end: int) -> Growth | None:
         """Pages for ``request`` up to position ``end``, of preempted requests where needed; None: it has to wait."""
         start = request.num_computed
-        need = self.cache.num_fresh(held.num_blocks, start, end)
+        need = self._num_fresh(request, held, end)
         if need and self._promised is not None and self._promised.precedence < request.precedence:
             return None  # what is free, or comes free, is the other's
-        while (grown := self.cache.grow(held, start, end)) is None:
+        while (grown := self.cache.grow(held, start, end, request.num_unsettled == 0)) is None:
             returning = (page for submitted in self._in_flight for page in submitted.released)
             if self.cache.pool.num_free + self.cache.pool.num_freed_by(returning) >= need:
                 self._promised = request
@@ -513,8 +517,7 @@ class Scheduler:
             assert request.held is not None
             room = min(step.budget - count - step.owed_tokens, request.asked.max_total_tokens - request.num_tokens - 1)
             drafts = drafts[: max(0, room)]
-            start = request.num_computed
-            need = self.cache.num_fresh(request.held.num_blocks, start, start + count + len(drafts))
+            need = self._num_fresh(request, request.held, request.num_computed + count + len(drafts))
             if need and (self._promised is not None or self.cache.pool.num_free < need + step.owed_pages):
                 drafts = ()
         allowed = request.next_allowed(drafts)
