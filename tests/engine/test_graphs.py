@@ -363,6 +363,25 @@ def test_a_dense_decode_step_is_nothing_but_kernels(
         assert (graph.num_lists, graph.num_operators) == (1, 0)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_transformers_code_records_the_kernels_that_our_own_code_records(tmp_path: Path, family: str) -> None:
+    """Its decode step is one list, too, which leaves no operator to Python and no second wake of the threads."""
+    if missing() is not None:
+        pytest.skip("no compiled kernels were built")
+    write_checkpoint(tmp_path, family)
+    found: list[list[tuple[int, int, int]]] = []
+    for impl in ("auto", "transformers"):
+        with small_llm(tmp_path, model_impl=impl) as llm:
+            generate(llm, random_prompts(3, 20, seed=4))
+            assert isinstance(llm.core.executor, InProcessExecutor)
+            graphs = [each for each in llm.core.executor.worker.graphs.kept if isinstance(each, RecordedList)]
+            found.append([(each.num_lists, each.num_operators, each.num_kernels) for each in graphs])
+    own, by_transformers = found
+    assert own == by_transformers
+    assert own
+    assert {numbers[:2] for numbers in own} == {(1, 0)}
+
+
 def test_sizes_that_contradict_the_engines_own_limit(
     plain: tuple[Path, PreTrainedModel], recording: RecordedCalls
 ) -> None:

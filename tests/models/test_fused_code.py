@@ -13,10 +13,12 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
+from transformers.models.llama.configuration_llama import LlamaConfig
 
 from hardpoint import SamplingParams
 from hardpoint.models.transformers_code.model import TransformersLM
 from hardpoint.models.transformers_code.residuals import Residuals
+from hardpoint.models.transformers_code.rotary_tables import is_tabulable
 from tests.support.checkpoints import check_tokens_equal, random_prompts
 from tests.support.engines import small_llm
 from tests.support.transformers_models import write_tiny
@@ -160,3 +162,69 @@ def test_a_layer_owns_what_it_alone_reads(others: bool) -> None:
         seen.read((x, y) if others else ())
     assert seen.owners() == (set() if others else {first, second})
     assert seen.next_of() == ({} if others else {first: second})
+
+
+def angles(change: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Cosines and sines as Llama's code has them, of ``change``d positions: (module, positions, x) -> positions."""
+
+    def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = change(self, position_ids.float(), x)[..., None] * self.inv_freq.float()
+        both = torch.cat((turned, turned), dim=-1)
+        return both.cos().to(x.dtype), both.sin().to(x.dtype)
+
+    return forward
+
+
+def growing(module: Any, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    module.inv_freq = module.inv_freq * 1
+    return positions
+
+
+ANGLES: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
+    "the same": (lambda module, positions, x: positions, True),
+    "capped": (lambda module, positions, x: positions.clamp(max=20), True),
+    "from the first token on": (lambda module, positions, x: positions - positions[:, :1], False),
+    "of hidden states": (lambda module, positions, x: positions + x.float().mean(-1), False),
+    "of buffers that change": (growing, False),
+}
+
+
+@pytest.mark.parametrize("change", ANGLES)
+def test_angles_are_tabulated_where_a_position_alone_makes_them(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, tabulable = ANGLES[change]
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4)
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", angles(function))
+    module = modeling_llama.LlamaRotaryEmbedding(config)
+    assert is_tabulable(module, dict(module.named_buffers()), torch.float32, 64) == tabulable
+
+
+@pytest.mark.parametrize("reader", [False, True], ids=["fused alone", "and other code"])
+def test_angles_are_computed_for_other_code_alone(
+    reader: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps in which every reader is fused call nothing of the rotary module; others get what it computes."""
+    model = write_tiny(tmp_path, "llama")
+    own, tokens = modeling_llama.LlamaRotaryEmbedding.forward, list[int]()
+
+    def noted(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        tokens.append(position_ids.shape[1])
+        return own(self, x, position_ids)
+
+    if reader:
+        plain = modeling_llama.LlamaAttention.forward
+
+        def first_clamped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            y, weights = plain(self, *args, **kwargs)
+            return (y.clamp(-1e6, 1e6) if self.layer_idx == 0 else y), weights
+
+        monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", first_clamped)
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", noted)
+    with small_llm(tmp_path, model_impl="transformers", max_model_len=64, enforce_eager=True) as llm:
+        report = cast(TransformersLM, llm.core.blueprint.model).report
+        assert (report.fused["attention"], report.tabulated) == (2 if reader else 3, 1)
+        tokens.clear()
+        prompts = random_prompts(3, 30, seed=1)
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert bool(tokens) == reader
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check_tokens_equal(model, prompt, output.outputs[0].token_ids)

@@ -48,9 +48,7 @@ class Current:
         These hold each angle twice, ``in_a_row`` or in halves. It is made once in a step.
         """
         if (known := self.tables.get(id(cos))) is None:
-            half = cos.shape[-1] // 2
-            pair = torch.cat([x[0, :, ::2] if in_a_row else x[0, :, :half] for x in (cos, sin)], -1)
-            known = cos, pair.float(), torch.arange(cos.shape[1], device=cos.device)
+            known = cos, rotary_pair(cos, sin, in_a_row), torch.arange(cos.shape[1], device=cos.device)
             self.tables[id(cos)] = known
         return known[1], known[2]
 
@@ -60,3 +58,9 @@ class Current:
         self.calls += 1
         attended: torch.Tensor = layer(q, k, v, self.step)
         return attended
+
+
+def rotary_pair(cos: torch.Tensor, sin: torch.Tensor, in_a_row: bool) -> torch.Tensor:
+    """cos and sin [1, T, R], each angle twice, ``in_a_row`` or in halves -> float32 [T, R], R/2 cosines first."""
+    half = cos.shape[-1] // 2
+    return torch.cat([x[0, :, ::2] if in_a_row else x[0, :, :half] for x in (cos, sin)], -1).float()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from hardpoint.models.transformers_code.attention import CURRENT
 from hardpoint.models.transformers_code.current import Current
 from hardpoint.models.transformers_code.matching import NormMatch
 from hardpoint.models.transformers_code.probe import AttentionSeen, Call, Probe
+from hardpoint.models.transformers_code.rotary_tables import Angles
 from hardpoint.models.transformers_code.stand_ins import LinearStandIn, NormStandIn
 from hardpoint.models.transformers_code.trial import Given, NormPart, Part, agree, exchanged, numbers, wide
 from hardpoint.ops.rotary_embedding import rotary_embedding
@@ -163,14 +164,20 @@ class FusedAttention:
             return self._own(hidden_states, position_embeddings=position_embeddings, **rest)
         angles = rows = None
         if self._turn is not None:  # before the projections: a kernel that is launched early must find its table
-            cos, sin = position_embeddings
-            angles, rows = current.table(cos, sin, self._turn.in_a_row)
+            angles, rows = self._table(position_embeddings, self._turn.in_a_row)
         q, k, v = (projection(hidden_states)[0] for projection in self._projections)
         layer = current.attention[self._number]
         current.calls = self._number + 1
         weights = [norm.layer.weights["weight"] for norm in self._norms] or (None, None)
         attended = layer.norm_rotate_attend(q, k, v, angles, rows, weights, current.step)
         return self._out(attended.view(1, hidden_states.shape[1], -1)), None
+
+    def _table(self, angles: Sequence[torch.Tensor], in_a_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table float32 [P, R] and the row of each token: of a RotaryTable, or made in this step."""
+        if isinstance(angles, Angles):
+            return angles.table(in_a_row)
+        cos, sin = angles
+        return self._current.table(cos, sin, in_a_row)
 
 
 def match_calls(

@@ -24,6 +24,7 @@ from hardpoint.models.transformers_code.opened import Opened, Seen
 from hardpoint.models.transformers_code.own_tensors import OwnTensor, OwnTensors, own_tensors
 from hardpoint.models.transformers_code.probe import CannotRunError
 from hardpoint.models.transformers_code.report import Report
+from hardpoint.models.transformers_code.rotary_tables import RotaryTable, is_tabulable
 from hardpoint.models.transformers_code.sharding import TensorPlan
 from hardpoint.models.transformers_code.surgery import Surgery, replace_path
 from hardpoint.models.transformers_code.weights import Conversion, Names, checkpoint_names, stored_names
@@ -91,6 +92,7 @@ class TransformersLM(CausalLM):
             for number, call in enumerate(seen.probe.attention)
         ]
         self.attention, current.attention = nn.ModuleList(layers), layers
+        self.rotary_tables = self._tabulate(ctx, opened, {m.turn.in_a_row for m in fused.values() if m.turn})
         self.report.replaced["attention"] = len(layers)
         self.weight_names = ctx.quantization.weight_names(names)
         self.module_names = {
@@ -114,6 +116,23 @@ class TransformersLM(CausalLM):
         self.report.fused["attention"] = len(fused)
         self.report.fused["layers"] = fuse_layers(seen.probe, dtype, self._current)
         return {number: match for number, (_, match) in fused.items()}
+
+    def _tabulate(self, ctx: Context, opened: Opened, kinds: set[bool]) -> nn.ModuleList:
+        """A table for each rotary module that can have one, where attention that is fused reads such ``kinds``."""
+        buffers: dict[nn.Module, dict[str, torch.Tensor]] = {}
+        for module, name, value in opened.buffers:
+            buffers.setdefault(module, {})[name] = value
+        found = [
+            (module, buffers.get(module, {}))
+            for module in (self.body.modules() if kinds else ())
+            if is_tabulable(module, buffers.get(module, {}), ctx.dtype, ctx.max_model_len)
+        ]
+        self.report.tabulated = len(found)
+        tables = (
+            RotaryTable(replace_path(ctx, f"rotary_tables.{number}"), module, own, frozenset(kinds), self._current)
+            for number, (module, own) in enumerate(found)
+        )
+        return nn.ModuleList(tables)
 
     def hidden(self, inputs: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """ids int64 [T] -> hidden states [T, hidden]."""

@@ -14,12 +14,14 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 class Report:
     """``replaced`` counts modules by the layer that took their place. ``kept``: classes that stay, with the reason.
 
-    ``fused`` counts modules whose code between layers is fused ops: "attention", and decoder "layers".
+    ``fused`` counts modules whose code between layers is fused ops: "attention", and decoder "layers". ``tabulated``
+    counts rotary modules with a table; see RotaryTable.
     """
 
     title: str
     replaced: Counter[str] = field(default_factory=Counter)
     fused: Counter[str] = field(default_factory=Counter)
+    tabulated: int = 0
     kept: dict[str, tuple[list[str], str]] = field(default_factory=dict)
 
     def keep(self, kind: str, path: str, reason: str) -> None:
@@ -34,6 +36,8 @@ class Report:
             yield f"{count} calls of attention norm and rotate heads and write to the cache in one op"
         if count := self.fused["layers"]:
             yield f"{count} decoder layers add the residual and norm the sum in one op"
+        if self.tabulated:
+            yield f"{self.tabulated} rotary modules have a table of all positions for them"
         for kind, (paths, reason) in self.kept.items():
             where = ", ".join(dict.fromkeys(paths))
             yield f"{len(paths)} {kind} stay as they are ({where}): {reason}"

@@ -1,7 +1,7 @@
 """Rotary embedding in a model's code: the function that rotates queries and keys, served by the selected op.
 
 Angles stay the model's own, whatever their scaling: the op's table is made of the cosines and sines that its code
-computes in each step.
+computes in each step. Attention that runs fused has them from a table of all positions; see rotary_tables.py.
 """
 
 from __future__ import annotations
