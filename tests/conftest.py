@@ -22,6 +22,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 import pytest
 
 import tests.support.examples  # noqa: F401  # has the profile of nightly runs
+from hardpoint.freed_memory import keep_freed_memory
 from hardpoint.plugin_host import discover
 
 OURS = {"core", "cpu", "cuda", "rocm", "xpu", "sim"}  # sim: the simulated accelerator, in child processes
@@ -59,13 +60,14 @@ def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_configure() -> None:
-    """Let interrupts through, and refuse an environment with other plugins in it.
+    """Let interrupts through, keep freed memory, and refuse an environment with other plugins in it.
 
     A shell has its background jobs ignore interrupts, and so what they start: no test of one could pass. Tests say
     which kernels win, and other plugins would change that.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    keep_freed_memory()
     others = sorted(record.name for record in discover(quiet=True).records if record.name not in OURS)
     if others:
         raise pytest.UsageError(

@@ -20,6 +20,7 @@ ORDER = (
         "startup_times",
         "thread_waiting",
         "garbage_collection",
+        "freed_memory",
         "fork_server",
         "bytecode",
     ),
