@@ -91,66 +91,88 @@ class StatePlanner(StepPlanner):
 
     def __init__(self, ctx: Context) -> None:
         self._block_size, self._num_places = ctx.block_size, num_places(ctx)
-        number = ctx.limits.max_sequences
-        self._pages, self._first = torch.zeros(2, number, dtype=torch.int64, device=ctx.torch_device)
-        self._places = torch.zeros(self._num_places, number, dtype=torch.int64, device=ctx.torch_device)
-        self._lengths = torch.zeros(self._num_places, number, dtype=torch.int32, device=ctx.torch_device)
-        self._order = torch.arange(number + 1, device=ctx.torch_device)
-        self._starts = self._order.int()
+        self._fixed = _Arrays.allocate(ctx.limits.max_sequences, self._num_places, ctx.torch_device)
 
     def plan(self, batch: AttentionBatch) -> StateMetadata:
         """See StepPlanner. What captured steps read lies where they find it again."""
-        pages = self._pages[: batch.num_requests]
+        number, arrays = batch.num_requests, self._fixed
+        if number > len(arrays.pages):  # trials of large steps, which have more requests than run at once
+            arrays = _Arrays.allocate(number, self._num_places, arrays.pages.device)
+        pages = arrays.pages[:number]
         pages.copy_(batch.state_pages(self._block_size))
         if self._num_places == 1:
             return StateMetadata.in_place(batch, pages)
-        first = self._first[: batch.num_requests]
+        first = arrays.first[:number]
         first.copy_(self._place(batch.seq_lens - batch.query_start.diff()))
-        parts = self._parts(batch)
+        parts = self._parts(batch, arrays)
         return StateMetadata(batch, pages=pages, first=first, parts=parts, whole=parts)
 
     def _place(self, lengths: torch.Tensor) -> torch.Tensor:
         """The places of the states behind sequences of ``lengths`` tokens."""
         return (lengths - 1).long() % self._num_places
 
-    def _parts(self, batch: AttentionBatch) -> tuple[Part, ...]:
+    def _parts(self, batch: AttentionBatch, arrays: _Arrays) -> tuple[Part, ...]:
         """All but the last k + 1 tokens of each request together, then the last ones one by one."""
         host = batch.query_start_host
         counts = [end - start for start, end in pairwise(host)]
         if len(set(counts)) == 1 and counts[0] <= self._num_places:
-            return tuple(self._nth(batch, number, counts[0]) for number in range(counts[0]))
+            return tuple(self._nth(batch, arrays, number, counts[0]) for number in range(counts[0]))
         parts = []
         tails = [min(count, self._num_places) for count in counts]
         heads = [count - tail for count, tail in zip(counts, tails, strict=True)]
         if long := [i for i, count in enumerate(heads) if count]:
             rows = [row for i in long for row in range(host[i], host[i] + heads[i])]
             bounds = tuple(accumulate((heads[i] for i in long), initial=0))
-            states = self._device(long)
+            states = arrays.device(long)
             lengths = batch.seq_lens[states] - self._num_places
-            parts.append(Part(self._device(rows), states, self._device(bounds).int(), lengths, bounds))
+            parts.append(Part(arrays.device(rows), states, arrays.device(bounds).int(), lengths, bounds))
         for number in range(max(tails)):
             which = [i for i, tail in enumerate(tails) if tail > number]
             left = [tails[i] - 1 - number for i in which]
             rows = [host[i + 1] - 1 - behind for i, behind in zip(which, left, strict=True)]
-            states = self._device(which)
-            lengths = batch.seq_lens[states] - self._device(left).int()
-            query_start = self._starts[: len(which) + 1]
+            states = arrays.device(which)
+            lengths = batch.seq_lens[states] - arrays.device(left).int()
+            query_start = arrays.starts[: len(which) + 1]
             places = self._place(lengths)
-            parts.append(Part(self._device(rows), states, query_start, lengths, places=places))
+            parts.append(Part(arrays.device(rows), states, query_start, lengths, places=places))
         return tuple(parts)
 
-    def _nth(self, batch: AttentionBatch, number: int, count: int) -> Part:
+    def _nth(self, batch: AttentionBatch, arrays: _Arrays, number: int, count: int) -> Part:
         """One token of each request, which has ``count`` of them."""
         requests = batch.num_requests
-        lengths, places = self._lengths[number, :requests], self._places[number, :requests]
+        lengths, places = arrays.lengths[number, :requests], arrays.places[number, :requests]
         lengths.copy_(batch.seq_lens - (count - 1 - number))
         places.copy_(self._place(lengths))
         rows = slice(number, requests * count, count)
-        return Part(rows, self._order[:requests], self._starts[: requests + 1], lengths, places=places)
+        return Part(rows, arrays.order[:requests], arrays.starts[: requests + 1], lengths, places=places)
 
-    def _device(self, numbers: Sequence[int]) -> torch.Tensor:
+
+@dataclass(frozen=True)
+class _Arrays:
+    """What ``StatePlanner.plan`` fills for steps of up to N requests.
+
+    ``pages`` and ``first`` int64 [N]. For each of the last k + 1 tokens: ``places`` int64 and ``lengths`` int32
+    [k + 1, N]. ``order`` int64 and ``starts`` int32 [N + 1] count from 0.
+    """
+
+    pages: torch.Tensor
+    first: torch.Tensor
+    places: torch.Tensor
+    lengths: torch.Tensor
+    order: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def allocate(cls, number: int, num_places: int, device: torch.device) -> _Arrays:
+        """Arrays for ``number`` requests and ``num_places`` tokens of each."""
+        pages, first = torch.zeros(2, number, dtype=torch.int64, device=device)
+        places = torch.zeros(num_places, number, dtype=torch.int64, device=device)
+        order = torch.arange(number + 1, device=device)
+        return cls(pages, first, places, places.int(), order, order.int())
+
+    def device(self, numbers: Sequence[int]) -> torch.Tensor:
         """``numbers``, int64, on the device."""
-        return torch.tensor(numbers, dtype=torch.int64).to(self._pages.device, non_blocking=True)
+        return torch.tensor(numbers, dtype=torch.int64).to(self.pages.device, non_blocking=True)
 
 
 def _all(batch: AttentionBatch, pages: torch.Tensor) -> Part:
