@@ -203,6 +203,18 @@ def test_wrong_drafts_leave_no_trace_in_states(hybrid: tuple[Path, Any], setting
         assert pool.num_free == pool.num_usable, "pages leaked"
 
 
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_the_log_says_what_states_take(
+    hybrid: tuple[Path, Any], caplog: pytest.LogCaptureFixture, num_drafts: int
+) -> None:
+    drafts: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": num_drafts} if num_drafts else {}
+    with caplog.at_level("INFO", logger="hardpoint"), small_llm(hybrid[0], **drafts):
+        pass
+    layers = len(range(0, LAYERS, 2))
+    taken = layers * (1 + num_drafts) * STATE_BYTES // 1024
+    assert f"a sequence's states take {taken} KiB in {layers} layers" in caplog.messages
+
+
 def test_drafts_are_refused_where_a_layer_cannot_undo_them(
     hybrid: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +260,28 @@ def test_preemption_with_a_pool_that_is_too_small(hybrid: tuple[Path, Any]) -> N
     assert sum(output.metrics.num_preemptions for output in outputs) > 0, "the pool is meant to be too small"
     for prompt, output in zip(prompts, outputs, strict=True):
         check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_preempted_requests_with_drafts_go_on_as_they_were(hybrid: tuple[Path, Any], ahead: bool) -> None:
+    """Of a request that has to begin again, no state of drafts is left, neither in its pages nor among the cached."""
+    folder, model = hybrid
+    prompts = [[*prompt, *prompt] for prompt in random_prompts(6, 25, seed=5, shortest=15)]
+    settings: dict[str, Any] = {"max_model_len": 96, "max_num_batched_tokens": 24, "async_scheduling": ahead}
+    with small_llm(
+        folder,
+        speculative_method="ngram",
+        num_speculative_tokens=3,
+        kv_cache_memory=44 * PAGE_BYTES,
+        **settings,
+    ) as llm:
+        for _ in range(2):
+            for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+                check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        stats = llm.stats
+        assert stats.num_preemptions > 0, "the pool is meant to be too small"
+        assert 0 < stats.accepted_tokens < stats.drafted_tokens
+        assert stats.num_free_pages == stats.num_pages, "pages leaked"
 
 
 def test_logits_do_not_depend_on_where_a_prompt_is_cut(hybrid: tuple[Path, Any]) -> None:

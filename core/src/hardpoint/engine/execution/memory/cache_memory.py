@@ -43,6 +43,9 @@ class CacheMemory:
                 user = users.users[number]
                 views[number] = user.layout.views(buffer, self.num_pages, user.spec, geometry.block_size, size)
         self.views = [views[number] for number in range(len(users.users))]
+        if states := [user for user in users.users if user.spec.retention.per_sequence]:
+            taken = sum(user.layout.page_bytes(user.spec, geometry.block_size) for user in states)
+            logger.info("a sequence's states take %d KiB in %d layers", taken >> 10, len(states))
 
     def clear(self) -> None:
         """Fill the null page with zeros, as it is read, if without consequence. The contents of all other pages are
