@@ -1,4 +1,4 @@
-"""What becomes of memory that a process has freed: it may stay with the process, for what is allocated next."""
+"""Memory that a process has freed: it may stay with the process, for its next allocations."""
 
 from __future__ import annotations
 

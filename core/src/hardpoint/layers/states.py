@@ -94,7 +94,7 @@ class StatePlanner(StepPlanner):
         self._fixed = _Arrays.allocate(ctx.limits.max_sequences, self._num_places, ctx.torch_device)
 
     def plan(self, batch: AttentionBatch) -> StateMetadata:
-        """See StepPlanner. What captured steps read lies where they find it again."""
+        """See StepPlanner. Captured steps read buffers that each call rewrites."""
         number, arrays = batch.num_requests, self._fixed
         if number > len(arrays.pages):  # trials of large steps, which have more requests than run at once
             arrays = _Arrays.allocate(number, self._num_places, arrays.pages.device)
@@ -149,7 +149,7 @@ class StatePlanner(StepPlanner):
 
 @dataclass(frozen=True)
 class _Arrays:
-    """What ``StatePlanner.plan`` fills for steps of up to N requests.
+    """Buffers that ``StatePlanner.plan`` fills for steps of up to N requests.
 
     ``pages`` and ``first`` int64 [N]. For each of the last k + 1 tokens: ``places`` int64 and ``lengths`` int32
     [k + 1, N]. ``order`` int64 and ``starts`` int32 [N + 1] count from 0.
