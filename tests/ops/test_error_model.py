@@ -173,6 +173,20 @@ def test_memory_around_an_input_is_watched() -> None:
     assert [str(f) for f in verdict.faults] == ["x: the memory around it was written [guard]"]
 
 
+@pytest.mark.parametrize("place", range(3, 7))
+def test_every_byte_around_an_input_is_watched(place: int) -> None:
+    """Memory is compared in words of 8 bytes; 28 bytes end with half of one."""
+
+    def writes_beside(x: Tensor) -> Tensor:
+        y = x * 2
+        torch.as_strided(x, (1,), (1,), place).fill_(7.0)
+        return y
+
+    buffer = torch.zeros(7)
+    assert buffer.untyped_storage().nbytes() == 28
+    assert codes(run(doubled, writes_beside, buffer[:3])) == {"guard"}
+
+
 def test_undeclared_aliases_are_found_and_disjoint_views_are_none() -> None:
     assert codes(run(doubled, lambda x: x.mul_(2), torch.ones(2, 2))) == {"alias", "mutated"}
     assert codes(run(doubled, lambda x: x, torch.zeros(2, 2))) == {"alias"}

@@ -291,6 +291,8 @@ def _copy(x: torch.Tensor, copied: _Storages) -> torch.Tensor:
 
 # Side effects.
 
+_WORD = torch.int64
+
 
 def _copies(inputs: Sequence[Input], whole_storages: bool) -> list[Input]:
     copied: _Storages = {}
@@ -334,8 +336,21 @@ def _same_storage(new: torch.Tensor, old: torch.Tensor) -> bool:
     """Byte for byte, what lies outside the views included where the copy holds that too."""
     if new.untyped_storage().nbytes() != old.untyped_storage().nbytes():
         return torch.equal(_bytes(new), _bytes(old))
-    raw = (torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()) for x in (new, old))
-    return torch.equal(*raw)
+    return _equal_bytes(new.untyped_storage(), old.untyped_storage())
+
+
+def _equal_bytes(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
+    """Of two storages of one size and device. ``torch.equal`` compares an element at a time, so it is given whole
+    words; the bytes behind the last word come after them."""
+    words, rest = divmod(a.nbytes(), _WORD.itemsize)
+
+    def part(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, (count,), (1,))
+
+    return all(
+        torch.equal(part(a, dtype, start, count), part(b, dtype, start, count))
+        for dtype, start, count in ((_WORD, 0, words), (torch.uint8, words * _WORD.itemsize, rest))
+    )
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
