@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from hardpoint.conformance.site import Site
-from hardpoint.kernels import gemm, gemv, tiled_experts, weight_only
+from hardpoint.kernels import block_experts, gemm, gemv, tiled_experts, weight_only
 from hardpoint.kernels.attention import TritonAttention, TritonQuantizedCacheAttention
 from hardpoint.kernels.attention_tuning import Tiles
+from hardpoint.kernels.block_experts import BlockExpertTiles
 from hardpoint.kernels.experts_tiling import rule_table
 from hardpoint.kernels.gemm import GemmConfiguration, TritonGemm, gemm_configuration, gemm_table
 from hardpoint.kernels.gemv import GemvConfiguration, gemv_configuration, gemv_table
@@ -152,7 +153,7 @@ def test_shipped_tables_name_their_source() -> None:
     root = Path(__file__).resolve().parents[2]
     shipped = [folder for name in ("cuda", "rocm") for folder in discover().tuning_folders(name)]
     paths = [path for folder in (FOLDER, *shipped) for path in folder.glob("*.toml")]
-    assert len(paths) == 25
+    assert len(paths) == 27
     for path in paths:
         table = tomllib.loads(path.read_text())
         for said in (table, *table["rule"]):
@@ -196,6 +197,7 @@ def test_tiles_fill_the_matrix_units_of_amd(arch: str) -> None:
     """MFMA and WMMA take 16 rows; of fewer, Triton multiplies number by number. Tiles of ``_skinny`` are 8 rows."""
     ctx = context_of(arch)
     skinny, experts4 = skinny_table(ctx), table_of(ctx, "experts_int4", ExpertTiles, tiled_experts._FACTS)
+    blocks = table_of(ctx, "experts_blocks", BlockExpertTiles, block_experts._FACTS)
     experts = rule_table(ctx)
     for rows in (1, 2, 8, 9, 16, 33, 200, 4096):
         for n in WIDTHS:
@@ -206,6 +208,7 @@ def test_tiles_fill_the_matrix_units_of_amd(arch: str) -> None:
             if arch.startswith("gfx9"):  # others are offered none
                 assert skinny_configuration(rows, n, 1, 1, skinny).x_tiles >= 2
         assert experts4.find(rows=rows, pairs=8 * rows, itemsize=2).rows >= 16
+        assert blocks.find(rows=rows, pairs=8 * rows, itemsize=2).rows >= 16
         assert experts.find(rows=rows, itemsize=2, element="float4_e2m1", by_round=True).rows >= 16
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from hardpoint.conformance.families.experts import ERRORS
 from hardpoint.conformance.site import Site
 from hardpoint.dtypes import dtype_name
+from hardpoint.kernels.expert_layouts import LaidOutExperts
 from hardpoint.kernels.tables import FOLDER, Table, table
 from hardpoint.kernels.tiled_experts import ExpertTiles, TritonTiledExperts
 from hardpoint.numerics import quantize_weight
@@ -33,10 +35,19 @@ def site() -> Site:
     return Site.open(discover(), "cpu")
 
 
-class _Case:
-    """Random experts with biases, as they are stored and as the kernel packs them."""
+class Case:
+    """Random experts with biases, as they are stored and as a kernel of ``kind`` packs them."""
 
-    def __init__(self, site: Site, spec: QuantSpec, activation: str, dtype: torch.dtype, hidden: int, width: int):
+    def __init__(
+        self,
+        site: Site,
+        spec: QuantSpec,
+        activation: str,
+        dtype: torch.dtype,
+        hidden: int,
+        width: int,
+        kind: type[LaidOutExperts[Any, Any]] = TritonTiledExperts,
+    ) -> None:
         self.dtype, self.hidden = dtype, hidden
         self.workload = ExpertsWorkload(
             dtype=dtype_name(dtype),
@@ -56,11 +67,11 @@ class _Case:
             self.stored |= {f"{name}.{slot}": torch.stack([one[slot] for one in each]) for slot in each[0]}
             self.stored[f"{name}.bias"] = torch.randn(_EXPERTS, n, generator=generator).to(dtype)
         ctx = site.context(dtype)
-        self.kernel, self.reference = TritonTiledExperts(ctx, self.workload), ReferenceExperts(ctx, self.workload)
-        assert not TritonTiledExperts.supports(self.workload, site.platform.info)
+        self.kernel, self.reference = kind(ctx, self.workload), ReferenceExperts(ctx, self.workload)
+        assert not kind.supports(self.workload, site.platform.info)
         self.packed = self.kernel.prepack(self.stored)
 
-    def check(self, tokens: int, cut: ExpertTiles | None) -> None:
+    def check(self, tokens: int, cut: object | None) -> None:
         """One step, with a pair of another rank's expert, within the family's error model."""
         generator = torch.Generator().manual_seed(tokens)
         x = torch.randn(tokens, self.hidden, generator=generator).to(self.dtype)
@@ -97,7 +108,7 @@ _CASES = {
 @pytest.mark.parametrize("name", _CASES)
 def test_equals_the_reference(site: Site, name: str) -> None:
     """One token, and several by the table, which lists pairs in place and by launches."""
-    case = _Case(site, *_CASES[name])
+    case = Case(site, *_CASES[name])
     found, wanted = case.kernel.unpack(case.packed), case.reference.unpack(case.stored)
     assert all(torch.equal(found[matrix].double(), wanted[matrix].double()) for matrix in wanted)
     for tokens in (1, 30):
@@ -110,11 +121,11 @@ def test_equals_the_reference(site: Site, name: str) -> None:
     ids=["rows of one", "split", "many"],
 )
 def test_cuts(site: Site, cut: ExpertTiles) -> None:
-    _Case(site, *_CASES["mxfp4"]).check(9, cut)
+    Case(site, *_CASES["mxfp4"]).check(9, cut)
 
 
 def test_sizes_that_tiles_do_not_divide_are_refused(site: Site) -> None:
-    case = _Case(site, *_CASES["mxfp4"])
+    case = Case(site, *_CASES["mxfp4"])
     for workload, wanted in (
         (replace(case.workload, hidden_size=80), "32 of 80"),
         (replace(case.workload, intermediate_size=40), "32 of 40"),

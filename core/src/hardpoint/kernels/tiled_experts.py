@@ -1,7 +1,7 @@
 """Experts whose weights have 4 bits, laid out in tiles (four_bit_tiles.py) as those of linear layers.
 
 Codes go from memory to registers and become numbers there, for one pair of a token and an expert or for many
-(tile_product.py). A gate's rows and those of what it gates lie in turns, so that a program has both of them.
+(tile_product.py).
 
 Axes: T tokens, K experts of a token, P = T * K pairs, E experts, H hidden, I width of an expert.
 """
@@ -10,22 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from hardpoint.experts.middle import unsupported_activation
-from hardpoint.kernels.activation import activate, gated
+from hardpoint.kernels.expert_layouts import LaidOutExperts, store_pairs
 from hardpoint.kernels.four_bit_tiles import STEP, TILE_ROWS, FourBitTiles, unsupported_groups
-from hardpoint.kernels.launch import begun, in_stages_that_fit
+from hardpoint.kernels.launch import begun
 from hardpoint.kernels.pair_lists import PairList, pairs_of_tile
-from hardpoint.kernels.paired_experts import BatchedPairs, PairedExperts, Pairs
+from hardpoint.kernels.paired_experts import BatchedPairs, Pairs
 from hardpoint.kernels.tables import NO_OPTIONS, Options, table_of
 from hardpoint.kernels.tile_product import tile_product
-from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsWorkload, Reason
-from hardpoint_plugin_api.experts import MATRICES, expert_matrix
+from hardpoint_plugin_api import BuildContext, ExpertsWorkload, QuantSpec, Reason
 
 _FACTS: Mapping[str, type] = {"rows": int, "pairs": int, "itemsize": int}
 
@@ -46,85 +43,43 @@ class ExpertTiles:
     options: Options = NO_OPTIONS
 
 
-class TritonTiledExperts(PairedExperts[ExpertTiles]):
+class TritonTiledExperts(LaidOutExperts[ExpertTiles, FourBitTiles]):
     """4-bit integers, or e2m1 with scales of a byte; activations as they are."""
 
     layout = "triton_experts_int4_tiles"
-    most_rows = 128
+    tile_rows = TILE_ROWS
 
     def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
         super().__init__(ctx, workload)
-        assert workload.spec is not None
-        spec, dtype = workload.spec[0], ctx.dtype
-        self._tiles = {"w13": FourBitTiles(spec, self._hidden, dtype), "w2": FourBitTiles(spec, self._width, dtype)}
         self._cuts = table_of(ctx, "experts_int4", ExpertTiles, _FACTS)
 
-    @classmethod
-    def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
-        """Refuse activations that are not known, groups that tiles cannot have, and rows that tiles do not divide."""
-        reasons = unsupported_activation(workload.activation)
-        if workload.spec is None:
-            return reasons
-        for name, columns, least in (
-            ("hidden_size", workload.hidden_size, TILE_ROWS),
-            ("intermediate_size", workload.intermediate_size, TILE_ROWS // 2),  # of a gate there are as many rows again
-        ):
-            if columns is not None:
-                reasons += unsupported_groups(workload.spec[0], columns)
-            if columns is not None and columns % least:
-                reasons.append(Reason(name, name, wanted=str(columns), supported=f"multiples of {least}"))
-        return reasons
+    @staticmethod
+    def tiles_of(spec: QuantSpec, columns: int, dtype: torch.dtype) -> FourBitTiles:
+        return FourBitTiles(spec, columns, dtype)
 
-    def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Each expert's matrix as ``FourBitTiles.packed`` has it; rows of a gate and of what it gates by turns."""
-        packed: dict[str, torch.Tensor] = {}
-        for name in MATRICES:
-            each = [self._packed(name, expert_matrix(weights, name, e)) for e in range(self._experts)]
-            packed |= {f"{name}.{slot}": torch.stack([one[slot] for one in each]) for slot in each[0]}
-        return packed
-
-    def _packed(self, name: str, slots: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """One expert's matrix."""
-        if name == "w13" and self._gated:
-            slots = {slot: w.unflatten(0, (2, self._width)).transpose(0, 1).flatten(0, 1) for slot, w in slots.items()}
-        bias = {"bias": slots.pop("bias")} if "bias" in slots else {}
-        return self._tiles[name].packed(slots) | bias
-
-    def unpack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found = {}
-        for name in MATRICES:
-            each = [expert_matrix(weights, name, number) for number in range(self._experts)]
-            found[name] = torch.stack([self._tiles[name].unpacked(slots) for slots in each])
-        if self._gated:
-            found["w13"] = found["w13"].unflatten(1, (self._width, 2)).transpose(1, 2).flatten(1, 2)
-        return found
+    @staticmethod
+    def unsupported(spec: QuantSpec, columns: int) -> list[Reason]:
+        return unsupported_groups(spec, columns)
 
     def tiling(self, pairs: int) -> ExpertTiles:
         rows = -(-pairs // self._experts)
         return self._cuts.find(rows=rows, pairs=pairs, itemsize=self.ctx.dtype.itemsize)
 
-    def multiply(self, tiling: ExpertTiles, pairs: Pairs) -> None:
-        pair_list = self._lists.of(pairs.ids, pairs.lists, tiling.rows)
-        for name, x, out in (("w13", pairs.x, pairs.middle), ("w2", pairs.middle, pairs.results)):
-            launch = partial(self._launch, name, tiling, x, out, pair_list, pairs)
-            in_stages_that_fit((name, tiling, self.workload, x.device), tiling.num_stages, launch)
-
-    def _launch(
+    def launch(
         self,
         name: str,
         cut: ExpertTiles,
         x: torch.Tensor,
         out: torch.Tensor,
-        pair_list: PairList,
+        listed: PairList,
         pairs: Pairs,
         num_stages: int,
     ) -> None:
-        """``out`` [P, columns]: rows of ``x`` [P / K or P, .] times the matrix ``name`` of their experts."""
         w, tiles, is_first = pairs.w, self._tiles[name], name == "w13"
         n = out.shape[1] * (2 if is_first and self._gated else 1)
         words, scales = w[f"{name}.weight"], w[f"{name}.weight_scale"]
         split = cut.num_warps if cut.split else 1
-        multiply_tiles[(triton.cdiv(n, cut.columns) * pair_list.tiles,)](
+        multiply_tiles[(triton.cdiv(n, cut.columns) * listed.tiles,)](
             x,
             words,
             scales,
@@ -133,7 +88,7 @@ class TritonTiledExperts(PairedExperts[ExpertTiles]):
             w.get(f"{name}.bias"),
             out,
             pairs.ids,
-            pair_list.listed,
+            listed.listed,
             out.shape[0],
             n,
             x.shape[1],
@@ -151,7 +106,7 @@ class TritonTiledExperts(PairedExperts[ExpertTiles]):
             WHOLE=x.shape[1] % (tiles.tile * split) == 0,
             EVEN=n % cut.columns == 0,
             SPLIT=split,
-            LISTED_IN_PLACE=pair_list.lanes,
+            LISTED_IN_PLACE=listed.lanes,
             BLOCK_M=cut.rows,
             BLOCK_N=cut.columns,
             STAGES=num_stages,
@@ -244,20 +199,7 @@ def multiply_tiles(
         BLOCK_N,
         STAGES,
     )
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if outer is not None:
+        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         y = y * tl.load(outer + expert * N + n, mask=n < N, other=0.0)[:, None]
-    if bias is not None:
-        y = y + tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    dtype = out.dtype.element_ty
-    y = y.to(dtype)
-    if GATED:
-        gate, up = tl.split(y.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
-        y = gated(gate, up, ACTIVATION)
-        columns, at = N // 2, tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    else:
-        if ACTIVATION is not None:
-            y = activate(y.to(tl.float32), ACTIVATION).to(dtype)
-        columns, at = N, n
-    targets = out + pairs.to(tl.int64)[None, :] * columns + at[:, None]
-    tl.store(targets, y, mask=(pairs < num_pairs)[None, :] & (at < columns)[:, None])
+    store_pairs(y, bias, out, expert, pairs, tile_n, num_pairs, N, ACTIVATION, GATED, BLOCK_M, BLOCK_N)
