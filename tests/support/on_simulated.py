@@ -19,7 +19,7 @@ NOT_FOR_IT = {
     "test_padding_is_reported": _LIMITS,
     "test_a_plugin_counts_and_marks": _LIMITS,
     "test_nothing_is_marked_while": "it watches the CPU's platform",
-    "test_steps_that_verify_are_replayed": "a plan of several backends is captured for single tokens alone",
+    "test_steps_that_verify": "a plan of several backends is captured for single tokens alone",
     "test_steps_are_submitted_before_their_drafts_are_known[native]": "its attention plans by exact lengths",
     "test_a_platform_that_separates_phases": _LIMITS,
     "test_speculation.py::test_two_ranks": "it is one device",
