@@ -7,7 +7,6 @@ computes in each step. Attention that runs fused has them from a table of all po
 from __future__ import annotations
 
 import itertools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from hardpoint.context import Context
 from hardpoint.models.transformers_code.current import Current
+from hardpoint.models.transformers_code.rebound import globals_used, rebind
 from hardpoint.ops.rotary_embedding import rotary_embedding
 
 _NAME = "apply_rotary_pos_emb"
@@ -58,24 +58,13 @@ class Rotation:
 
 
 def replace_rotation(module: Any, current: Current) -> Rotation | None:
-    """Have the code of ``module`` call a Rotation, if it calls a function that rotates as the op does.
-
-    The code is bound to names of its own: other models in this process keep theirs.
-    """
-    forward = type(module).forward
-    if "forward" in vars(module):  # replaced already
-        return None
-    if not isinstance(forward, types.FunctionType) or forward.__closure__ or _NAME not in forward.__code__.co_names:
-        return None
-    own = forward.__globals__.get(_NAME)
+    """Have the code of ``module`` call a Rotation, if it calls a function that rotates as the op does."""
+    own = globals_used(module).get(_NAME)
     found = None if own is None else _kind(own)
     if found is None or own is None:
         return None
     rotation = Rotation(current, own, *found)
-    names = {**forward.__globals__, _NAME: rotation}
-    copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = types.MethodType(copied, module)
+    rebind(module, {_NAME: rotation})
     return rotation
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from hardpoint.context import Context
 from hardpoint.layers import MLP, Embedding, Experts, Linear, LMHead, Norm
 from hardpoint.models.transformers_code.current import Current
+from hardpoint.models.transformers_code.forward_only import call_forward_only
 from hardpoint.models.transformers_code.matching import (
     GateMatch,
     MLPMatch,
@@ -74,6 +75,7 @@ class Surgery:
         for module in model.modules():
             replace_own_attention(module)
         self.rotations = rotations(model, self.current)
+        call_forward_only(model)
         for parent, name, path, module in list(_below(model)):
             if parent not in self._within and (stand_in := self._stand_in(module, path, inputs, outputs)) is not None:
                 setattr(parent, name, stand_in)
