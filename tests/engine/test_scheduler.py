@@ -329,6 +329,14 @@ def test_a_long_prompt_takes_the_pages_that_it_was_promised_before_a_more_import
     check_random_streams(requests, 14, 12, 5, 1, True, 2, False, (WINDOW,), {}, False, None, 1, None)
 
 
+def test_states_are_left_behind_only_where_drafts_are_verified() -> None:
+    """A step ahead is planned from where the last one ends with the most drafts, at the edge of a block; it ends before
+    that edge, since fewer were proposed."""
+    requests = [([0], 16, 0, False, 0, False)]
+    drafter = drafting(1, 0, 0)
+    check_random_streams(requests, 14, 7, 1, 1, False, 2, True, (Latest(),), {}, True, None, 1, drafter)
+
+
 @settings(max_examples=200, deadline=None)
 @STREAMS
 def test_random_streams(**stream: Any) -> None:
