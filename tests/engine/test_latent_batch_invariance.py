@@ -23,7 +23,7 @@ from tests.support.engines import prompt_logits, small_llm
 
 MODELS: dict[str, dict[str, Any]] = {"deepseek_v2": DEEPSEEK_V2 | LARGE_LATENT, "deepseek_v32": DEEPSEEK_V32}
 PROMPTS = random_prompts(4, 60, seed=11, shortest=25)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=4, prompt_logprobs=2)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=4, prompt_logprobs=2)
 REFERENCES = {
     "attention.latent": "reference_batch_invariant",
     "op.index_scores": "row_by_row",
@@ -62,7 +62,7 @@ def test_a_request_has_its_bits_in_every_crowd(folders: dict[str, Path], family:
         assert bits(llm, PROMPTS) == expected
     for more in ({"max_num_batched_tokens": 8}, {"max_num_batched_tokens": 33, "max_num_seqs": 3}):
         with small_llm(folders[family], **settings, **more) as llm:
-            crowd = bits(llm, [*random_prompts(5, 60, seed=3), *PROMPTS])
+            crowd = bits(llm, [*random_prompts(3, 60, seed=3), *PROMPTS])
             assert crowd[-len(PROMPTS) :] == expected
             assert bits(llm, PROMPTS[::-1])[::-1] == expected, "with cached prefixes"
 
