@@ -40,6 +40,18 @@ class PiecewiseStep(ForwardStep):
         self.engine.opaque(lambda *given: call(self.caches[user], self.metadata[user], *given), *tensors)
 
 
+_MOST_STATES = 8
+"""Pages of states whose contents a comparison of steps holds; results are compared for all requests."""
+
+
+def _numbers(view: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """A small number for each of ``pages``, int64 [n], in the shape of their contents in ``view``."""
+    numbers = (pages % 7).to(view.dtype)
+    if view.is_floating_point():
+        numbers = numbers / 8 - 0.375
+    return numbers.view(-1, *[1] * (view.dim() - 1))
+
+
 class Places(NamedTuple):
     """Where T tokens of one cache group are stored: the pages, int64 [P], and of each token the row among these and the
     offset in its page, int64 [T]."""
@@ -82,21 +94,26 @@ class Forward:
             for view in self._views(group):
                 view[targets] = view[sources]
 
-    def keep_states(self, slots: Sequence[torch.Tensor], block_size: int) -> Callable[[], None]:
+    def keep_states(self, slots: Sequence[torch.Tensor], block_size: int, *, is_trial: bool) -> Callable[[], None]:
         """Return a function that brings back the states of now at ``slots``, int32 [T] for each cache group.
 
-        A step that runs twice, to compare results, begins from one state both times.
+        A step that runs twice, to compare results, begins from one state both times. A trial, whose pages nobody uses,
+        begins from numbers that follow from the page. They are written now, so that no copies are held: states of many
+        requests are as large as what the cache leaves free.
         """
         kept = []
         for group, at in enumerate(slots):
             if self._cache_groups[group].retention.per_sequence:
                 pages = torch.unique(at.long() // block_size)
-                kept += [(view, pages, view[pages]) for view in self._views(group)]
+                content = _numbers if is_trial else torch.Tensor.__getitem__
+                kept += [(view, pages, content(view, pages)) for view in self._views(group)]
 
         def restore() -> None:
             for view, pages, content in kept:
                 view[pages] = content
 
+        if is_trial:
+            restore()
         return restore
 
     def _views(self, group: int) -> Iterator[torch.Tensor]:
@@ -106,14 +123,16 @@ class Forward:
                 yield view.view(torch.uint8) if view.element_size() == 1 else view
 
     def places(self, slots: Sequence[torch.Tensor], block_size: int) -> list[Places]:
-        """Where ``stored`` finds what steps store at ``slots``, int32 [T] for each cache group.
+        """Where ``stored`` finds what steps store at ``slots``, int32 [T] for each cache group, of states a few.
 
         Waits for the device.
         """
         found = []
-        for at in slots:
+        for group, at in zip(self._cache_groups, slots, strict=True):
             # On the host: the operator's first call on a device takes a fifth of a second.
             pages, rows = (x.to(at.device) for x in torch.unique(at.cpu().long() // block_size, return_inverse=True))
+            if group.retention.per_sequence:
+                pages = pages[:: -(-len(pages) // _MOST_STATES)]
             found.append(Places(pages, rows, at.long() % block_size))
         return found
 

@@ -391,7 +391,7 @@ class Graphs:
         trials = [first, *(partial(self._try, shape, lengths, free_pages) for lengths in further)][: graph.num_lengths]
         own, metadata = first()
         is_one = shape.mode == "piecewise" or not own  # pieces hold no attention, whose requests trials vary
-        self._prepared(shape, metadata, None if trials and is_one else trials)
+        self._prepared(shape, metadata, None if trials and is_one else trials, is_trial=True)
 
     def _try(self, shape: StepShape, lengths: TrialLengths, free_pages: int) -> tuple[bool, list[AttentionMetadata]]:
         """Put a step into the buffers on which graphs of ``shape`` are compared with eager runs, and plan it.
@@ -436,13 +436,19 @@ class Graphs:
         return "unrecordable" if row.sizes_for(row.needs(step)) else "too_large"
 
     def _prepared(
-        self, shape: StepShape, metadata: Sequence[AttentionMetadata], trials: Sequence[Trial] | None = None
+        self,
+        shape: StepShape,
+        metadata: Sequence[AttentionMetadata],
+        trials: Sequence[Trial] | None = None,
+        *,
+        is_trial: bool = False,
     ) -> tuple[StepShape, Captured | None]:
         """The graph of ``shape`` and the tokens of ``metadata``, captured where it is new, and its shape.
 
         A new graph is compared with eager runs of ``trials``, which put this very step into the buffers, and then
         others; of the step that stands there for None; it is not compared where there are none. It ends with logits
-        where a draw cannot be part of any graph. Returns None where the shape cannot be captured.
+        where a draw cannot be part of any graph. ``is_trial``: the step that stands there is of no request.
+        Returns None where the shape cannot be captured.
         """
         if self._late:
             self._late.discard(shape)
@@ -452,12 +458,12 @@ class Graphs:
         holder = self._holders(shape)[0]
         self._late.discard(holder)
         try:
-            return shape, self._capture((holder, self._tokens(shape, metadata)), metadata, trials)
+            return shape, self._capture((holder, self._tokens(shape, metadata)), metadata, trials, is_trial)
         except PlatformError as error:
             if (end := holder.end) in DRAWS:
                 logger.info("tokens are drawn behind the captured steps, not within: %s", str(error))
                 self._refused_draws.add(end)
-                return self._prepared(shape, metadata, trials)
+                return self._prepared(shape, metadata, trials, is_trial=is_trial)
             self._refused.add(buffers_of(shape))
             self._tell_failure(shape, error)
             return shape, None
@@ -497,6 +503,7 @@ class Graphs:
         key: GraphKey,
         metadata: Sequence[AttentionMetadata],
         trials: Sequence[Trial] | None,
+        is_trial: bool,
     ) -> Captured:
         """Capture the step that stands in the buffers, and compare it with eager runs as ``_prepared`` says."""
         shape, step = key[0], None
@@ -507,7 +514,7 @@ class Graphs:
         self._kept.make_room(shape.kind)
         function, slots = self._function(shape, metadata, step), tuple(buffers.step["slot_mapping"])
         steps: list[Put] = [partial(self._step, key, trial) for trial in trials or ()] or [lambda: function]
-        wanted = Wanted(self.engine, key, steps, buffers.tensors, slots)
+        wanted = Wanted(self.engine, key, steps, buffers.tensors, slots, is_trial)
         began = time.perf_counter()
         try:
             graph = self.check.prepare(wanted) if trials or trials is None else self.check.prepare_unchecked(wanted)

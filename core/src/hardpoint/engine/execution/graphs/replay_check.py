@@ -82,7 +82,7 @@ class Wanted:
     """A graph to prepare by ``engine`` as ``key``, and the steps that it must serve.
 
     The first one's inputs are there already. All are called as ``step(**tensors)``, and store at ``slots``, which are
-    among ``tensors``, by group.
+    among ``tensors``, by group. ``is_trial``: in pages that nobody uses.
     """
 
     engine: GraphEngine
@@ -90,6 +90,7 @@ class Wanted:
     steps: Sequence[Put]
     tensors: Mapping[str, torch.Tensor]
     slots: Sequence[torch.Tensor]
+    is_trial: bool = False
 
     def first(self) -> StepFunction:
         """Put the step that is prepared."""
@@ -290,7 +291,7 @@ class ReplayCheck:
         return self._calls.repeat(offer) and not known
 
     def _keep_states(self, wanted: Wanted) -> Callable[[], None]:
-        return self._forward.keep_states(wanted.slots, self._block_size)
+        return self._forward.keep_states(wanted.slots, self._block_size, is_trial=wanted.is_trial)
 
     def _places(self, wanted: Wanted) -> list[Places]:
         """Where the step that was put stores, found before it runs: then nobody waits between its runs."""
