@@ -36,7 +36,7 @@ def pad_heads(inner: type[AttentionBackend], multiple: int) -> type[AttentionBac
 
     class PaddedHeads(AttentionBackend):
         layout, capture = inner.layout, inner.capture
-        exact_lengths, traceable = inner.exact_lengths, inner.traceable
+        exact_lengths, traceable, keeps_drafts = inner.exact_lengths, inner.traceable, inner.keeps_drafts
 
         def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
             super().__init__(ctx, spec)
