@@ -22,8 +22,8 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 import pytest
 
 import tests.support.examples  # noqa: F401  # has the profile of nightly runs
-from hardpoint.freed_memory import keep_freed_memory
 from hardpoint.plugin_host import discover
+from tests.support.freed_memory import keep_freed_memory
 
 OURS = {"core", "cpu", "cuda", "rocm", "xpu", "sim"}  # sim: the simulated accelerator, in child processes
 

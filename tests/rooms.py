@@ -20,7 +20,6 @@ ORDER = (
         "startup_times",
         "thread_waiting",
         "garbage_collection",
-        "freed_memory",
         "fork_server",
         "bytecode",
     ),
