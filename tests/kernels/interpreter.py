@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,8 @@ _create_dot = interpreter.InterpreterBuilder.create_dot
 _binary_op = interpreter.InterpreterBuilder.binary_op
 _create_fma = interpreter.InterpreterBuilder.create_fma
 _number_type = functools.cache(interpreter._get_np_dtype)
+_rewrite = interpreter.InterpretedFunction.rewrite
+_REWRITING = threading.Lock()
 
 
 def interpret() -> None:
@@ -60,6 +63,7 @@ def interpret() -> None:
     # kernel, which takes most of its time. Here they may stay.
     interpreter._patch_lang(lambda: (tl, core))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    interpreter.InterpretedFunction.rewrite = _rewritten
     interpreter._convert_float = _converted
     interpreter.InterpreterBuilder.cast_impl = _cast
     interpreter.InterpreterBuilder.create_dot = _dot
@@ -77,6 +81,15 @@ def interpret() -> None:
 @functools.cache
 def _interpreted(function: Callable[..., Any]) -> Any:
     return interpreter.InterpretedFunction(function)
+
+
+def _rewritten(function: Any) -> Any:
+    """As the interpreter does it, one thread at a time: Python 3.11 counts the depth of syntax trees for all threads
+    together, and some that were parsed at once failed ("AST constructor recursion depth mismatch")."""
+    if function.fn in function.rewritten_fn:
+        return function.rewritten_fn[function.fn]
+    with _REWRITING:
+        return _rewrite(function)
 
 
 def _numpy_type(kind: Any) -> Any:
