@@ -13,8 +13,9 @@ METADATA := constraints.txt $(PACKAGES:%=%/pyproject.toml)
 demo: $(STAMPS)/demo  ## generate text with the demo model on this machine's CPU
 	$(VENV)/bin/hardpoint generate --platform cpu --prompt "It is a truth" --temperature 0.8 --seed 1 --max-tokens 80
 
+# Three workers for two cores: a quarter of the time a test waits for a process that it started.
 test: $(STAMPS)/test  ## the default test suite, one thread per worker
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist worksteal
 
 # For the inner loop: pure logic, and the CPU's kernels. Whole folders but for sweeps, and files, none of which starts many
 # processes or compiles; a path that is gone fails.
