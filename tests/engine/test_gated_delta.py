@@ -109,7 +109,7 @@ def test_wrong_drafts_leave_no_trace(
         for _ in range(2):
             for tokens, output in zip(known, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
                 assert tokens[-24:] == list(output.outputs[0].token_ids)
-        assert 0.2 < llm.stats.accepted_tokens / llm.stats.drafted_tokens < 0.8
+        assert 0 < llm.stats.accepted_tokens < llm.stats.drafted_tokens
 
 
 def _right_now_and_then(known: Sequence[list[int]]) -> Callable[[NgramDrafter, DraftCall], torch.Tensor]:
