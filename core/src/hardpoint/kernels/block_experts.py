@@ -163,16 +163,25 @@ def multiply_blocks(
     if expert < 0:
         return
     expert = expert.to(tl.int64)
+    # Triton before 3.7 lets no function return None, so each pointer that may be absent moves here.
+    if high is not None:
+        high += expert * words_stride
+    if outer is not None:
+        outer += expert * outer_stride
+    if minima is not None:
+        minima += expert * scales_stride
+    if outer_minima is not None:
+        outer_minima += expert * outer_stride
     source = tl.minimum(pairs, num_pairs - 1) // divisor  # where there is no pair, some row: nothing of it is stored
     y = block_product(
         (x + source.to(tl.int64) * K)[None, :],
         1,
         words + expert * words_stride,
-        _of_expert(high, expert * words_stride),
+        high,
         scales + expert * scales_stride,
-        _of_expert(outer, expert * outer_stride),
-        _of_expert(minima, expert * scales_stride),
-        _of_expert(outer_minima, expert * outer_stride),
+        outer,
+        minima,
+        outer_minima,
         tile_n,
         0,
         T,
@@ -189,12 +198,3 @@ def multiply_blocks(
         STAGES,
     )
     store_pairs(y, bias, out, expert, pairs, tile_n, num_pairs, N, ACTIVATION, GATED, BLOCK_M, BLOCK_N)
-
-
-@triton.jit
-def _of_expert(pointer, offset):
-    """``pointer`` moved by ``offset``, or None."""
-    if pointer is None:
-        return None
-    else:  # noqa: RET505  # Triton reads on after a return
-        return pointer + offset
