@@ -1,6 +1,6 @@
-"""Times tiles of experts with 4-bit weights on an accelerator, beside a plain read and the kernel for stored weights.
+"""Times tiles of experts with weights of 2 to 6 bits on an accelerator, beside a plain read of them.
 
-``python -m tests.kernels.sweep_experts4`` prints for each number of tokens the time of one layer's experts, and the
+``python -m tests.kernels.sweep_experts`` prints for each number of tokens the time of one layer's experts, and the
 bytes of weights that are read per second, in the tiles chosen now and in the best ones.
 """
 
@@ -9,14 +9,18 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import click
 import torch
 
+from hardpoint.checkpoint.gguf.blocks import SPECS as BLOCKS
 from hardpoint.conformance.site import Site
 from hardpoint.context import Context
-from hardpoint.kernels.experts import TritonGroupedExperts
+from hardpoint.kernels.block_experts import BlockExpertTiles, TritonBlockExperts
+from hardpoint.kernels.paired_experts import PairedExperts
 from hardpoint.kernels.tiled_experts import ExpertTiles, TritonTiledExperts
+from hardpoint.numerics import quantize_weight
 from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import ExpertsCall, ExpertsKernel, ExpertsWorkload, QuantSpec, Scale
 from tests.kernels.sweeping import compile_beside, microseconds, plain_read
@@ -26,7 +30,7 @@ SHAPES = {
     "qwen3-moe-30b-a3b": (128, 8, 2048, 768, "silu_and_mul"),
 }
 """Experts, experts of a token, hidden size, width of an expert, activation."""
-SPECS = {
+TILED = {
     "mxfp4": QuantSpec("float4_e2m1", scales=(Scale("float8_e8m0fnu", (1, 32)),)),
     "nvfp4": QuantSpec("float4_e2m1", scales=(Scale("float8_e4m3fn", (1, 16)), Scale("float32", (1, -1)))),
     "int4": QuantSpec("int4", scales=(Scale("bfloat16", (1, 64)),), zero_point=True),
@@ -34,76 +38,66 @@ SPECS = {
 _LAYERS = 6
 """So many layers' weights in turn are several times what caches hold."""
 _MOST_SHARED = 227 << 10
+Cut = ExpertTiles | BlockExpertTiles
 
 
 @click.command()
 @click.option("--tokens", multiple=True, type=int, default=(1, 8, 32, 256, 2048), help="May be repeated.")
 @click.option("--shape", default="gpt-oss-20b", type=click.Choice(list(SHAPES)))
-@click.option("--spec", default="mxfp4", type=click.Choice(list(SPECS)))
+@click.option("--spec", default="mxfp4", type=click.Choice([*TILED, *BLOCKS]))
 @click.option("--best", default=3, help="How many of the best tiles are printed.")
 def main(tokens: tuple[int, ...], shape: str, spec: str, best: int) -> None:
     """Print the times."""
-    variants = [(shape, spec, count, cut) for count in tokens for cut in cuts(count, shape)]
+    variants = [(shape, spec, count, cut) for count in tokens for cut in cuts(count, shape, spec)]
     works = dict(zip(variants, compile_beside(_compile, variants), strict=True))
-    site = Site.open(discover())
-    ctx = site.context(torch.bfloat16)
-    workload = _workload(shape, spec)
-    tiled, grouped = TritonTiledExperts(ctx, workload), TritonGroupedExperts(ctx, workload)
-    stored = [_stored(shape, spec) for _ in range(_LAYERS)]
-    packed = [tiled.prepack(layer) for layer in stored]
+    ctx, kernel = _kernel(shape, spec)
+    layers = [kernel.prepack(_stored(shape, spec)) for _ in range(_LAYERS)]
     for count in tokens:
-        steps = [_step(ctx, tiled, count, layer, number) for number, layer in enumerate(packed)]
+        steps = [_step(ctx, kernel, count, layer, number) for number, layer in enumerate(layers)]
         active = sum(len(step.ids.unique()) for step in steps) / len(steps)
-        nbytes = active * sum(w[0].nbytes for w in packed[0].values())
-        for name, w in (("w13", packed[0]["w13.weight"]), ("w2", packed[0]["w2.weight"])):
-            read = microseconds(plain_read, [layer[f"{name}.weight"][: round(active)] for layer in packed])
-            print(f"{shape} {spec} {count}: {read:8.2f} us plain read of {active:.0f} experts' {name}", flush=True)
-            del w
-        old = [ExpertsCall(s.x, s.ids, s.weights, w, s.out, s.workspace) for s, w in zip(steps, stored, strict=True)]
-        before = microseconds(grouped.apply, old)
-        tokens_line = f"{shape} {spec} {count}"
-        print(f"{tokens_line}: {before:8.2f} us {nbytes / before / 1e3:7.0f} GB/s  stored weights", flush=True)
+        nbytes = active * sum(w[0].nbytes for w in layers[0].values())
+        title = f"{shape} {spec} {count}"
+        for name in ("w13", "w2"):
+            read = microseconds(plain_read, [layer[f"{name}.weight"][: round(active)] for layer in layers])
+            print(f"{title}: {read:8.2f} us plain read of {active:.0f} experts' {name}", flush=True)
         times = {
-            cut: microseconds(functools.partial(tiled.run, cut), steps)
-            for cut in cuts(count, shape)
+            cut: microseconds(functools.partial(kernel.run, cut), steps)
+            for cut in cuts(count, shape, spec)
             if works[shape, spec, count, cut]
         }
-        chosen = microseconds(tiled.apply, steps)
+        chosen = microseconds(kernel.apply, steps)
         lines = [("chosen", chosen), *((f"{cut}", times[cut]) for cut in sorted(times, key=times.__getitem__)[:best])]
         for label, time in lines:
-            print(f"{tokens_line}: {time:8.2f} us {nbytes / time / 1e3:7.0f} GB/s  {label}", flush=True)
+            print(f"{title}: {time:8.2f} us {nbytes / time / 1e3:7.0f} GB/s  {label}", flush=True)
 
 
-def _workload(shape: str, spec: str) -> ExpertsWorkload:
+def _spec(name: str) -> QuantSpec:
+    return TILED[name] if name in TILED else BLOCKS[name].spec
+
+
+def _kernel(shape: str, spec: str) -> tuple[Context, PairedExperts[Any]]:
     experts, top_k, hidden, width, activation = SHAPES[shape]
-    return ExpertsWorkload(
+    ctx = Site.open(discover()).context(torch.bfloat16)
+    workload = ExpertsWorkload(
         dtype="bfloat16",
-        spec=(SPECS[spec], QuantSpec("bfloat16")),
+        spec=(_spec(spec), QuantSpec("bfloat16")),
         activation=activation,
         num_experts=experts,
         top_k=top_k,
         hidden_size=hidden,
         intermediate_size=width,
     )
+    kind: type[PairedExperts[Any]] = TritonTiledExperts if spec in TILED else TritonBlockExperts
+    return ctx, kind(ctx, workload)
 
 
 def _stored(shape: str, spec: str) -> dict[str, torch.Tensor]:
-    """A layer's random weights, as checkpoints have them."""
+    """A layer's weights, as checkpoints have them: those of one random expert for each."""
     experts, _, hidden, width, _ = SHAPES[shape]
-    found = {}
-    scales = SPECS[spec].scales
+    found: dict[str, torch.Tensor] = {}
     for name, rows, columns in (("w13", 2 * width, hidden), ("w2", hidden, width)):
-        found[f"{name}.weight"] = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device="cuda")
-        groups = (experts, rows, columns // scales[0].block[1])
-        of_bytes = torch.randint(110, 118, groups, dtype=torch.uint8, device="cuda")
-        plain = scales[0].format == "bfloat16"
-        found[f"{name}.weight_scale"] = (
-            torch.rand(groups, device="cuda").bfloat16() if plain else of_bytes.view(getattr(torch, scales[0].format))
-        )
-        if len(scales) == 2:
-            found[f"{name}.weight_scale_2"] = torch.rand(experts, rows, 1, device="cuda")
-        if SPECS[spec].zero_point:
-            found[f"{name}.weight_zero_point"] = torch.randint(-8, 8, groups, dtype=torch.int8, device="cuda")
+        one = quantize_weight(torch.randn(rows, columns, device="cuda") * columns**-0.5, _spec(spec))
+        found |= {f"{name}.{slot}": torch.stack([part] * experts) for slot, part in one.items()}
     return found
 
 
@@ -119,22 +113,24 @@ def _step(ctx: Context, kernel: ExpertsKernel, tokens: int, weights: dict[str, t
     return ExpertsCall(x, ids, factors, weights, torch.empty_like(x), scratch)
 
 
-def _compile(variant: tuple[str, str, int, ExpertTiles]) -> None:
+def _compile(variant: tuple[str, str, int, Cut]) -> None:
     shape, spec, tokens, cut = variant
-    ctx = Site.open(discover()).context(torch.bfloat16)
-    kernel = TritonTiledExperts(ctx, _workload(shape, spec))
-    packed = kernel.prepack(_stored(shape, spec))
-    kernel.run(cut, _step(ctx, kernel, tokens, packed, 0))
+    ctx, kernel = _kernel(shape, spec)
+    kernel.run(cut, _step(ctx, kernel, tokens, kernel.prepack(_stored(shape, spec)), 0))
 
 
 _SPLIT = ((2, 3), (2, 4), (4, 2), (4, 3), (4, 4), (8, 2), (8, 3))
 """Warps and stages."""
 
 
-def cuts(tokens: int, shape: str) -> Iterator[ExpertTiles]:
+def cuts(tokens: int, shape: str, spec: str) -> Iterator[Cut]:
     """Tiles worth a try."""
     experts, top_k, *_ = SHAPES[shape]
     each = tokens * top_k / experts
+    return _tiles(each) if spec in TILED else _block_tiles(each)
+
+
+def _tiles(each: float) -> Iterator[ExpertTiles]:
     if each <= 16:
         heights = (1, 8) if each <= 1 else (4, 8, 16)
         for rows, columns, (num_warps, num_stages) in itertools.product(heights, (16, 32), _SPLIT):
@@ -146,6 +142,23 @@ def cuts(tokens: int, shape: str) -> Iterator[ExpertTiles]:
         ):
             if rows * columns <= 64 * 32 * num_warps and num_stages * 256 * (columns // 2 + 2 * rows) <= _MOST_SHARED:
                 yield ExpertTiles(rows, columns, num_warps, num_stages)
+
+
+def _block_tiles(each: float) -> Iterator[BlockExpertTiles]:
+    if each <= 1:
+        for columns, num_warps, num_stages in ((16, 1, 3), (16, 1, 5), (32, 2, 3)):
+            yield BlockExpertTiles(1, columns, num_warps, num_stages)
+    if each <= 8:
+        widths = ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
+        for (columns, num_warps), num_stages in itertools.product(widths, (2, 3, 4)):
+            yield BlockExpertTiles(8, columns, num_warps, num_stages)
+    if each > 1:
+        heights = (16, 32) if each <= 16 else (32, 64, 128)
+        for rows, (columns, num_warps), numbers_first in itertools.product(
+            heights, ((64, 4), (128, 4), (128, 8)), (False, True)
+        ):
+            if rows * columns <= 64 * 32 * num_warps:
+                yield BlockExpertTiles(rows, columns, num_warps, 3, numbers_first)
 
 
 if __name__ == "__main__":
