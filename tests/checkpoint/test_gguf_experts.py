@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from hardpoint import SamplingParams
 from hardpoint.checkpoint.formats import open_files
+from hardpoint.checkpoint.gguf.blocks import SPECS
 from hardpoint.checkpoint.gguf.container import Container
 from hardpoint.checkpoint.gguf.types import BLOCKS
 from hardpoint_plugin_api import CheckpointError
@@ -125,29 +126,61 @@ def test_rows_that_take_turns(tmp_path: Path, gate: str, blocks: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gate", "up", "down"), [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q5_K", "Q5_K"), ("Q2_K", "Q2_K", "Q3_K")]
+    ("gate", "down", "width"),
+    [("Q4_K", "Q6_K", 256), ("Q4_K", "Q5_0", 96), ("Q4_K", "Q8_0", 96), ("Q2_K", "Q3_K", 256)],
 )
-def test_matrices_of_unlike_types_become_numbers(tmp_path: Path, gate: str, up: str, down: str) -> None:
-    """As Q4_K_M has them: in the first layer alone; the second one's stay in their blocks."""
+def test_a_down_projection_of_another_type_stays_in_its_blocks(
+    tmp_path: Path, gate: str, down: str, width: int
+) -> None:
+    """As Q4_K_M has them, in the first layer alone; Q5_0 and Q8_0 where rows are no whole blocks of 256 columns."""
+    metadata, stored, plain = widened(Container.read(FIXTURES / "qwen3moe.gguf"), width)
+    kinds = {f"blk.{i}.ffn_{x}_exps.weight": gate for i in range(2) for x in ("gate", "up")}
+    kinds |= {"blk.0.ffn_down_exps.weight": down, "blk.1.ffn_down_exps.weight": gate if width == 256 else "Q5_1"}
+    for seed, (name, kind) in enumerate(kinds.items()):
+        stored[name], plain[name] = drawn_blocks(kind, tuple(plain[name].shape), seed)
+    specs = compare(tmp_path, "qwen3_moe", metadata, stored, plain)
+    assert f"spec={SPECS[gate].spec}/float32 w2_spec={SPECS[down].spec}/float32" in specs
+
+
+def test_experts_of_two_types_take_the_memory_of_the_file(tmp_path: Path) -> None:
+    """Six bits take a byte, so somewhat more; numbers of 16 bits would take three times as much."""
+    metadata, stored, _ = widened(Container.read(FIXTURES / "qwen3moe.gguf"))
+    for seed, name in enumerate(n for n in list(stored) if n.split(".")[-2] in EXPERTS):
+        stored[name], _ = drawn_blocks("Q6_K" if "down" in name else "Q4_K", tuple(stored[name].shape), seed)
+    write_gguf(tmp_path / "m.gguf", metadata, stored)
+    in_file = sum(x.stored.nbytes for x in stored.values() if isinstance(x, Blocks))
+    with small_llm(tmp_path / "m.gguf", dtype="bfloat16", skip_tokenizer_init=True) as llm:
+        model: Any = llm.core.blueprint.model
+        experts = [block.feed_forward.experts for block in model.stack.blocks.values()]
+        in_memory = sum(x.nbytes for one in experts for x in one.weights.values())
+    assert in_file <= in_memory < 1.2 * in_file
+
+
+def test_gate_and_up_of_two_types_become_numbers(tmp_path: Path) -> None:
     metadata, stored, plain = widened(Container.read(FIXTURES / "qwen3moe.gguf"))
-    kinds = {f"blk.0.ffn_{x}_exps.weight": kind for x, kind in (("gate", gate), ("up", up), ("down", down))}
-    kinds |= {f"blk.1.{name}.weight": down for name in EXPERTS}
+    kinds = {f"blk.0.ffn_{x}_exps.weight": kind for x, kind in (("gate", "Q4_K"), ("up", "Q5_K"), ("down", "Q5_K"))}
+    kinds |= {f"blk.1.{name}.weight": "Q5_K" for name in EXPERTS}
     for seed, (name, kind) in enumerate(kinds.items()):
         stored[name], plain[name] = drawn_blocks(kind, tuple(plain[name].shape), seed)
     specs = compare(tmp_path, "qwen3_moe", metadata, stored, plain)
     assert "spec=float32/float32" in specs
-    assert "@float16:1x256" in specs
+    assert f"spec={SPECS['Q5_K'].spec}" in specs
 
 
-def widened(container: Container) -> tuple[dict[str, Any], Tensors, Tensors]:
-    """A model of 256 in place of 32 columns, and 4 in place of 3 experts: metadata, and random tensors twice."""
+def widened(container: Container, width: int = 256) -> tuple[dict[str, Any], Tensors, Tensors]:
+    """A model of 256 in place of 32 columns, and 4 in place of 3 experts: metadata, and random tensors twice.
+
+    ``width`` is that of an expert.
+    """
     generator, sizes = torch.Generator().manual_seed(3), {32: 256, 3: 4}
     tensors: Tensors = {}
     for name, content in container.tensors.items():
-        heads = name.endswith(("attn_k.weight", "attn_v.weight"))
+        heads, stack = name.endswith(("attn_k.weight", "attn_v.weight")), name.split(".")[-2]
         shape = [n if heads and axis == 0 else sizes.get(n, n) for axis, n in enumerate(content.shape)]
+        if stack in EXPERTS:
+            shape[2 if "down" in stack else 1] = width
         tensors[name] = 0.1 * torch.randn(shape, generator=generator) + float(len(shape) == 1)
-    wide = {"embedding_length": 256, "expert_feed_forward_length": 256, "expert_count": 4}
+    wide = {"embedding_length": 256, "expert_feed_forward_length": width, "expert_count": 4}
     metadata = dict(container.metadata) | {f"qwen3moe.{key}": value for key, value in wide.items()}
     return metadata, dict(tensors), dict(tensors)
 
@@ -155,7 +188,7 @@ def widened(container: Container) -> tuple[dict[str, Any], Tensors, Tensors]:
 @pytest.mark.parametrize("by_experts", [False, True])
 @pytest.mark.parametrize("down", ["Q8_0", "Q4_0"])
 def test_two_ranks_compute_what_one_does(tmp_path: Path, down: str, by_experts: bool) -> None:
-    """Each has whole experts, or a slice of all: of blocks, and of those that become numbers."""
+    """Each has whole experts, or a slice of all, in blocks of one type or of two."""
     metadata, stored, _ = widened(Container.read(FIXTURES / "qwen3moe.gguf"))
     for seed, name in enumerate(n for n in list(stored) if n.split(".")[-2] in EXPERTS):
         kind = down if "down" in name else "Q8_0"

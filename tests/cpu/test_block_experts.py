@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,26 +56,34 @@ def site() -> Iterator[Site]:
     torch.set_num_threads(threads)
 
 
-def _slots(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+Kinds = Mapping[str, str]
+"""GGUF's name of the type of each matrix."""
+
+
+def _both(name: str) -> Kinds:
+    return {"w13": name, "w2": name}
+
+
+def _slots(kinds: Kinds, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Experts of unlike sizes, so that no one's scales serve another."""
     generator, slots = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
     for matrix, shape in {"w13": (2 * WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH)}.items():
         drawn = torch.randn(EXPERTS, *shape, generator=generator) * torch.arange(1, EXPERTS + 1).view(-1, 1, 1)
-        found = quantize_stack(drawn * shape[1] ** -0.5, SPECS[name].spec)
+        found = quantize_stack(drawn * shape[1] ** -0.5, SPECS[kinds[matrix]].spec)
         slots |= {f"{matrix}.{slot}": value for slot, value in found.items()}
         slots[f"{matrix}.bias"] = torch.randn(EXPERTS, shape[0], generator=generator).to(dtype)
     return slots
 
 
-def _matrices(slots: dict[str, torch.Tensor], name: str, matrix: str) -> torch.Tensor:
+def _matrices(slots: dict[str, torch.Tensor], kinds: Kinds, matrix: str) -> torch.Tensor:
     own = {slot.removeprefix(f"{matrix}."): value for slot, value in slots.items() if slot.startswith(f"{matrix}.")}
     each = [{slot: value[e] for slot, value in own.items() if slot != "bias"} for e in range(EXPERTS)]
-    return torch.stack([dequantize(one, SPECS[name].spec, torch.float64) for one in each])
+    return torch.stack([dequantize(one, SPECS[kinds[matrix]].spec, torch.float64) for one in each])
 
 
-def _expected(call: ExpertsCall, slots: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+def _expected(call: ExpertsCall, slots: dict[str, torch.Tensor], kinds: Kinds) -> torch.Tensor:
     """One token and expert at a time, in float64, the inputs of both products rounded to int8 as the spec says."""
-    w13, w2 = (_matrices(slots, name, matrix) for matrix in ("w13", "w2"))
+    w13, w2 = (_matrices(slots, kinds, matrix) for matrix in ("w13", "w2"))
     x, out = fake_quantize(call.x.double(), ROUNDED, {}), torch.zeros(call.x.shape, dtype=torch.float64)
     for token, expert in ((t, k) for t in range(len(x)) for k in range(TOP_K)):
         e = int(call.ids[token, expert])
@@ -97,10 +105,12 @@ def _call(tokens: int, dtype: torch.dtype, w: dict[str, torch.Tensor]) -> Expert
     return ExpertsCall(x, ids, weights, w, torch.full_like(x, torch.nan), torch.empty(0, dtype=torch.uint8))
 
 
-def _kernel(site: Site, name: str, dtype: torch.dtype, *features: Feature) -> BlockExperts:
+def _kernel(site: Site, kinds: Kinds, dtype: torch.dtype, *features: Feature) -> BlockExperts:
+    specs = {matrix: (SPECS[name].spec, ROUNDED) for matrix, name in kinds.items()}
     workload = ExpertsWorkload(
         dtype=dtype_name(dtype),
-        spec=(SPECS[name].spec, ROUNDED),
+        spec=specs["w13"],
+        w2_spec=specs["w2"] if specs["w2"] != specs["w13"] else None,
         activation="silu_and_mul",
         num_experts=EXPERTS,
         top_k=TOP_K,
@@ -117,21 +127,32 @@ def _kernel(site: Site, name: str, dtype: torch.dtype, *features: Feature) -> Bl
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_multiplies_as_its_spec_says(site: Site, name: str, dtype: torch.dtype) -> None:
-    slots, kernel = _slots(name, dtype), _kernel(site, name, dtype)
+    _check(site, _both(name), dtype)
+
+
+@pytest.mark.parametrize("w2", ["Q6_K", "Q5_0", "Q8_0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_multiplies_by_matrices_of_two_types(site: Site, w2: str, dtype: torch.dtype) -> None:
+    """As in files of Q4_K_M."""
+    _check(site, {"w13": "Q4_K", "w2": w2}, dtype)
+
+
+def _check(site: Site, kinds: Kinds, dtype: torch.dtype) -> None:
+    slots, kernel = _slots(kinds, dtype), _kernel(site, kinds, dtype)
     weights = kernel.prepack({slot: value.clone() for slot, value in slots.items()})
     for matrix, unpacked in kernel.unpack(weights).items():
-        torch.testing.assert_close(unpacked.double(), _matrices(slots, name, matrix), rtol=5e-3, atol=0)
+        torch.testing.assert_close(unpacked.double(), _matrices(slots, kinds, matrix), rtol=5e-3, atol=0)
     for tokens in TOKENS:
         call = _call(tokens, dtype, weights)
         kernel.apply(call)
-        wanted = _expected(call, slots, name)
+        wanted = _expected(call, slots, kinds)
         error = (call.out.double() - wanted).norm() / wanted.norm()
         assert error < (2e-3 if dtype == torch.float32 else 1.2e-2), tokens
 
 
 def test_a_token_has_the_same_bits_whoever_is_with_it(site: Site) -> None:
-    kernel = _kernel(site, "Q4_K", torch.bfloat16, Feature.BATCH_INVARIANT)
-    whole = _call(120, torch.bfloat16, kernel.prepack(_slots("Q4_K", torch.bfloat16)))
+    kernel = _kernel(site, _both("Q4_K"), torch.bfloat16, Feature.BATCH_INVARIANT)
+    whole = _call(120, torch.bfloat16, kernel.prepack(_slots(_both("Q4_K"), torch.bfloat16)))
     kernel.apply(whole)
     for rows in (slice(0, 1), slice(60, 63), slice(7, 40)):
         x, ids, weights, out = (t[rows] for t in (whole.x, whole.ids, whole.weights, whole.out))
@@ -191,10 +212,11 @@ def test_the_kit_tells_right_from_wrong(site: Site, target: type[BlockExperts]) 
     assert bool([fault for finding in found for fault in finding.faults]) == (target is not BlockExperts)
 
 
+@pytest.mark.parametrize("down", ["Q8_0", "Q5_0"])
 @pytest.mark.parametrize(("dtype", "chosen"), [("bfloat16", "cpu_native_blocks"), ("float32", "reference")])
-def test_a_file_is_multiplied_by_them(tmp_path: Path, dtype: str, chosen: str) -> None:
+def test_a_file_is_multiplied_by_them(tmp_path: Path, dtype: str, chosen: str, down: str) -> None:
     """Activations of 16 bits are rounded as llama.cpp does; those of float32 stay as they are."""
-    metadata, stored, _ = quantize("qwen3moe", dict.fromkeys(STACKS, "Q8_0"))
+    metadata, stored, _ = quantize("qwen3moe", dict.fromkeys(STACKS, "Q8_0") | {"ffn_down_exps": down})
     write_gguf(tmp_path / "model.gguf", metadata, stored)
     logits = []
     for settings in ({}, {"moe_backend": "reference"}):

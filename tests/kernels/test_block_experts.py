@@ -16,7 +16,7 @@ from hardpoint.kernels.block_experts import BlockExpertTiles, TritonBlockExperts
 from hardpoint.kernels.tables import Table, table
 from hardpoint.ops.judge import judge_call
 from hardpoint.plugin_host import discover
-from hardpoint_plugin_api import ExpertsCall
+from hardpoint_plugin_api import ExpertsCall, QuantSpec
 from tests.kernels.compiling import SHARED_KIB, Job, compile_in_stages_that_fit, compile_kernels
 from tests.kernels.test_tiled_experts import Case
 
@@ -62,6 +62,24 @@ def test_equals_the_reference(site: Site, name: str) -> None:
     assert all(torch.equal(found[matrix], wanted[matrix].to(found[matrix].dtype)) for matrix in wanted)
     for tokens in (1, 30):
         case.check(tokens, None)
+
+
+@pytest.mark.parametrize(("w2", "width"), [("Q6_K", 256), ("Q5_0", 96)])
+def test_matrices_of_two_types(site: Site, w2: str, width: int) -> None:
+    """As files of Q4_K_M have them: Q6_K, and Q5_0 where rows of w2 are no whole blocks of 256 columns."""
+    spec, dtype = SPECS["Q4_K"].spec, torch.bfloat16
+    case = Case(site, spec, "silu_and_mul", dtype, 256, width, kind=TritonBlockExperts, w2=SPECS[w2].spec)
+    found, wanted = case.kernel.unpack(case.packed), case.reference.unpack(case.stored)
+    assert all(torch.equal(found[matrix], wanted[matrix].to(found[matrix].dtype)) for matrix in wanted)
+    for tokens in (1, 30):
+        case.check(tokens, None)
+
+
+def test_columns_are_checked_by_each_matrix_own_spec(site: Site) -> None:
+    workload = replace(_case(site, "Q4_K").workload, w2_spec=(SPECS["Q5_0"].spec, QuantSpec("bfloat16")))
+    assert not TritonBlockExperts.supports(replace(workload, intermediate_size=96), site.platform.info)
+    (reason,) = TritonBlockExperts.supports(replace(workload, hidden_size=96), site.platform.info)
+    assert (reason.wanted, reason.supported) == ("96", "multiples of 256")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,10 @@ def site() -> Site:
 
 
 class Case:
-    """Random experts with biases, as they are stored and as a kernel of ``kind`` packs them."""
+    """Random experts with biases, as they are stored and as a kernel of ``kind`` packs them.
+
+    ``w2`` is the second matrix' spec where it is not ``spec``.
+    """
 
     def __init__(
         self,
@@ -47,11 +50,14 @@ class Case:
         hidden: int,
         width: int,
         kind: type[LaidOutExperts[Any, Any]] = TritonTiledExperts,
+        w2: QuantSpec | None = None,
     ) -> None:
         self.dtype, self.hidden = dtype, hidden
+        plain = QuantSpec(dtype_name(dtype))
         self.workload = ExpertsWorkload(
             dtype=dtype_name(dtype),
-            spec=(spec, QuantSpec(dtype_name(dtype))),
+            spec=(spec, plain),
+            w2_spec=None if w2 is None else (w2, plain),
             activation=activation,
             num_experts=_EXPERTS,
             top_k=_TOP_K,
@@ -63,7 +69,7 @@ class Case:
         rows = width if activation == "relu2" else 2 * width
         for name, (n, k) in {"w13": (rows, hidden), "w2": (hidden, width)}.items():
             matrices = torch.randn(_EXPERTS, n, k, generator=generator) * k**-0.5
-            each = [quantize_weight(matrix, spec) for matrix in matrices]
+            each = [quantize_weight(matrix, spec if name == "w13" or w2 is None else w2) for matrix in matrices]
             self.stored |= {f"{name}.{slot}": torch.stack([one[slot] for one in each]) for slot in each[0]}
             self.stored[f"{name}.bias"] = torch.randn(_EXPERTS, n, generator=generator).to(dtype)
         ctx = site.context(dtype)

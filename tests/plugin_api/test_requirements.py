@@ -251,6 +251,21 @@ def test_spec_pairs(pair: str, spec: tuple[QuantSpec, QuantSpec], ok: bool) -> N
         assert facts(reason) == ("spec", f"{spec[0]}/{spec[1]}", pair)
 
 
+def test_experts_matrices_of_two_specs() -> None:
+    """Both pairs are checked, and a kernel without the feature is refused whichever specs it claims."""
+    pairs = parsed("experts", spec=["float8_e4m3fn@float32:*/bfloat16", "bfloat16/bfloat16"])
+    mixed = ExpertsWorkload(spec=(E4M3, PLAIN), w2_spec=(PLAIN, PLAIN), features=frozenset({Feature.W2_SPEC}))
+    assert (mixed.spec_of("w13"), mixed.spec_of("w2")) == ((E4M3, PLAIN), (PLAIN, PLAIN))
+    assert check(pairs, mixed) is None
+    refused = check(pairs, replace(mixed, w2_spec=(NVFP4, PLAIN)))
+    assert facts(refused) == ("spec", f"{NVFP4}/bfloat16", "float8_e4m3fn@float32:*/bfloat16, bfloat16/bfloat16")
+    assert mixed.key().endswith("w2_spec=bfloat16/bfloat16")
+    assert facts(check(parsed("experts", feature=["expert_bias"]), mixed)) == ("feature", "w2_spec", "expert_bias")
+    assert check(parsed("experts", feature=["w2_spec"]), mixed) is None
+    same = ExpertsWorkload(spec=(E4M3, PLAIN))
+    assert same.spec_of("w2") == same.spec_of("w13")
+
+
 def test_specs_of_other_shapes() -> None:
     pairs = parsed("experts", spec=["int4/bfloat16", "bfloat16/bfloat16"])
     assert check(pairs, ExpertsWorkload(spec=(PLAIN, PLAIN))) is None

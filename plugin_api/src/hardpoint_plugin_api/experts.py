@@ -11,7 +11,8 @@ A kernel is given them as a dict of stacked slots, ``MATRIX.SLOT``: ``w13.weight
 what ``quantization.weight_slots`` declares for a quantized matrix, as in ``w13.weight_scale``. E are the experts of
 this rank, and ids count them from 0. Where the workload has the feature ``expert_bias``, ``w13.bias`` [E, 2I] and
 ``w2.bias`` [E, H], in the activations' dtype, are added to the products: an expert is then
-``w2 @ act(w13 @ x + b13) + b2``, all of which is weighted.
+``w2 @ act(w13 @ x + b13) + b2``, all of which is weighted. Where it has the feature ``w2_spec``, the slots of w13 are
+those of ``workload.spec`` and the slots of w2 those of ``workload.w2_spec``.
 
 There are two formats of activations. In ``standard`` a row is a token, and says which experts it wants; in ``batched``
 tokens come sorted into as many rows for each expert. Which one is asked for depends on the all2all in use; a
@@ -127,15 +128,15 @@ class _Experts(ABC):
 
         if self.layout != "plain":
             raise NotImplementedError(f"{type(self).__name__} has layout {self.layout!r} and must define unpack()")
-        if self.workload.spec is None or self.workload.spec[0].is_plain:
-            return {name: weights[f"{name}.weight"] for name in MATRICES}
-        spec, num_experts = self.workload.spec[0], weights["w2.weight"].shape[0]
-        return {
-            name: torch.stack(
-                [dequantize(expert_matrix(weights, name, e), spec, self.ctx.dtype) for e in range(num_experts)]
-            )
-            for name in MATRICES
-        }
+        found = {}
+        for name in MATRICES:
+            stored, specs = weights[f"{name}.weight"], self.workload.spec_of(name)
+            if specs is None or specs[0].is_plain:
+                found[name] = stored
+                continue
+            each = (expert_matrix(weights, name, number) for number in range(stored.shape[0]))
+            found[name] = torch.stack([dequantize(slots, specs[0], self.ctx.dtype) for slots in each])
+        return found
 
 
 class ExpertsKernel(_Experts):

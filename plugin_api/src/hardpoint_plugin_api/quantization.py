@@ -253,8 +253,8 @@ class QuantizationMethod(ABC):
         """Return the scheme by which one matrix becomes plain numbers of the model's dtype while it loads; None where
         the checkpoint holds such.
 
-        A method that overrides this is asked for experts of a layer whose matrices have unlike schemes, since kernels
-        run all of them at once. Without it such checkpoints are refused.
+        A method that overrides this is asked for the experts of a layer of which some are quantized unlike the others,
+        gate unlike up, or w2 alone or w13 alone: no kernel runs such. Without it such checkpoints are refused.
         """
         return None
 

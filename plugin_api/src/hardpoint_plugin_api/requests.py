@@ -30,7 +30,7 @@ class Feature(StrEnum):
     experts: experts have biases; see ``experts``. PIPELINE_STAGES, model and ``decoder_stack``: ranks divide the
     model's blocks. INDEX_LISTS, latent attention: each query reads the positions of a list, see LatentCall.
     SEVERAL_REPLICAS, all-to-alls: ranks of several replicas share the experts; each has tokens of its own, and any
-    number of them up to a step's most.
+    number of them up to a step's most. W2_SPEC, experts: the matrix w2 has specs of its own, see ExpertsWorkload.
     """
 
     SLIDING_WINDOW = "sliding_window"
@@ -46,6 +46,7 @@ class Feature(StrEnum):
     PIPELINE_STAGES = "pipeline_stages"
     INDEX_LISTS = "index_lists"
     SEVERAL_REPLICAS = "several_replicas"
+    W2_SPEC = "w2_spec"
 
 
 FEATURE_SINCE: dict[Feature, ApiVersion] = dict.fromkeys(Feature, ApiVersion(0, 2))
@@ -73,7 +74,7 @@ class Workload:
                 continue
             if isinstance(value, frozenset):
                 value = "|".join(sorted(value))
-            elif f.name == "spec" and isinstance(value, tuple):
+            elif f.name in ("spec", "w2_spec") and isinstance(value, tuple):
                 value = written_pair(value)
             elif f.name == "scalars":
                 parts += [f"{name}={scalar}" for name, scalar in value]
@@ -182,15 +183,17 @@ class ElementWorkload(Workload):
 class ExpertsWorkload(Workload):
     """The experts of one mixture-of-experts layer.
 
-    ``spec``: that of both matrices and their inputs. ``activation``: as in MoEArgs.experts_activation. ``routing``: the
-    op that chooses experts. ``format``: the format of activations, see ``experts``. ``parallel``: how ranks share the
-    layer: ``none``, ``tp`` (each rank has a slice of every expert), ``ep`` (each rank has whole experts), ``tp+ep``.
-    ``num_experts`` and ``intermediate_size`` are those of this rank.
+    ``spec``: that of both matrices and their inputs. ``w2_spec``: that of w2 and its input where it differs from w13's;
+    ``features`` then has W2_SPEC. Read either by ``spec_of``. ``activation``: as in MoEArgs.experts_activation.
+    ``routing``: the op that chooses experts. ``format``: the format of activations, see ``experts``. ``parallel``: how
+    ranks share the layer: ``none``, ``tp`` (each rank has a slice of every expert), ``ep`` (each rank has whole
+    experts), ``tp+ep``. ``num_experts`` and ``intermediate_size`` are those of this rank.
     """
 
     family: ClassVar[str] = "experts"
     dtype: str | None = None
     spec: tuple[QuantSpec, QuantSpec] | None = None
+    w2_spec: tuple[QuantSpec, QuantSpec] | None = None
     activation: str | None = None
     routing: str | None = None
     parallel: str | None = None
@@ -200,6 +203,10 @@ class ExpertsWorkload(Workload):
     top_k: int | None = None
     hidden_size: int | None = None
     intermediate_size: int | None = None
+
+    def spec_of(self, matrix: str) -> tuple[QuantSpec, QuantSpec] | None:
+        """Return the specs of ``matrix`` (``w13`` or ``w2``) and of its input."""
+        return self.w2_spec if matrix == "w2" and self.w2_spec is not None else self.spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,21 +185,20 @@ class OneOfRequirement(Requirement):
 class SpecRequirement(Requirement):
     """The quantization specs are one of the pairs, written ``weight/activation`` as ``quant.py`` says, with wildcards.
 
+    Where experts' w2 has specs of its own, they are one of the pairs, too: any two pairs may meet.
     The element ``fp8`` is the device's 8-bit float; no spec matches it where the device has none.
     """
 
     pairs: tuple[str, ...]
 
     def check(self, context: CheckContext) -> Reason | None:
-        spec = getattr(context.request.workload, "spec", None)
-        if spec is None:
-            return None
-        specs = spec if isinstance(spec, tuple) else (spec,)
-        pairs = self.on(context.request.device)
-        if any(matches(pair, specs) for pair in pairs):
-            return None
-        wanted = "/".join(map(str, specs))
-        return Reason("spec", "quantization specs not supported", wanted=wanted, supported=", ".join(pairs))
+        workload, pairs = context.request.workload, self.on(context.request.device)
+        for spec in (getattr(workload, "spec", None), getattr(workload, "w2_spec", None)):
+            specs = spec if isinstance(spec, tuple) else (spec,)
+            if spec is not None and not any(matches(pair, specs) for pair in pairs):
+                wanted = "/".join(map(str, specs))
+                return Reason("spec", "quantization specs not supported", wanted=wanted, supported=", ".join(pairs))
+        return None
 
     def on(self, device: DeviceInfo) -> tuple[str, ...]:
         """Return the pairs as they are on ``device``."""

@@ -47,9 +47,11 @@ class LaidOutExperts(PairedExperts[C], Generic[C, L]):
 
     def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
         super().__init__(ctx, workload)
-        assert workload.spec is not None
-        spec, sizes = workload.spec[0], {"w13": self._hidden, "w2": self._width}
-        self._tiles = {name: self.tiles_of(spec, columns, ctx.dtype) for name, columns in sizes.items()}
+        self._tiles = {}
+        for name, columns in (("w13", self._hidden), ("w2", self._width)):
+            specs = workload.spec_of(name)
+            assert specs is not None
+            self._tiles[name] = self.tiles_of(specs[0], columns, ctx.dtype)
 
     @staticmethod
     @abstractmethod
@@ -71,15 +73,15 @@ class LaidOutExperts(PairedExperts[C], Generic[C, L]):
     def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
         """Refuse activations that are not known, columns that have no layout, and rows that tiles do not divide."""
         reasons = unsupported_activation(workload.activation)
-        if workload.spec is None:
-            return reasons
-        for name, columns, least in (
-            ("hidden_size", workload.hidden_size, cls.tile_rows),
-            ("intermediate_size", workload.intermediate_size, cls.tile_rows // 2),  # of a gate there are as many again
+        for matrix, name, columns, least in (
+            ("w13", "hidden_size", workload.hidden_size, cls.tile_rows),
+            ("w2", "intermediate_size", workload.intermediate_size, cls.tile_rows // 2),  # a gate has as many again
         ):
-            if columns is not None:
-                reasons += cls.unsupported(workload.spec[0], columns)
-            if columns is not None and columns % least:
+            specs = workload.spec_of(matrix)
+            if specs is None or columns is None:
+                continue
+            reasons += cls.unsupported(specs[0], columns)
+            if columns % least:
                 reasons.append(Reason(name, name, wanted=str(columns), supported=f"multiples of {least}"))
         return reasons
 

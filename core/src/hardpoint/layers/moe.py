@@ -183,7 +183,8 @@ class Experts(PluggableLayer):
         experts = ShardPlan(self._total, count, tuple(held), ep.rank)
         schemes = ctx.quantization.experts(ctx.path, matrices, experts, self.dtype)
         self._matrices = {name: (matrix, schemes[name]) for name, matrix in matrices.items()}
-        pair = schemes["w13"].pair
+        pair, w2_pair = schemes["w13"].pair, schemes["w2"].pair
+        features = {Feature.EXPERT_BIAS: args.bias, Feature.W2_SPEC: w2_pair != pair}
         parallel = {(False, False): "none", (True, False): "ep", (False, True): "tp", (True, True): "tp+ep"}
         exchange = All2AllWorkload(
             dtype=self.dtype,
@@ -209,7 +210,8 @@ class Experts(PluggableLayer):
             top_k=args.router.top_k,
             hidden_size=args.hidden_size,
             intermediate_size=shard.size if shard else width,
-            features=frozenset({Feature.EXPERT_BIAS} if args.bias else ()),
+            w2_spec=w2_pair if features[Feature.W2_SPEC] else None,
+            features=frozenset(feature for feature, is_used in features.items() if is_used),
         )
         plan = ctx.select(workload)
         standard = workload.format == "standard"

@@ -156,21 +156,20 @@ class Quantization:
     ) -> dict[str, Scheme]:
         """The schemes of stacks of matrices at ``path.NAME``, one for each of the ``experts``, as ranks have them.
 
-        Their parts are ``N.PART``, or ``N`` where a matrix has one. Kernels take all of them at once, so that all have
-        one pair of specs: where they are quantized unlike each other they become plain numbers while they load, if the
-        method can make them. Raises CheckpointError where it cannot, and where one tensor holds all experts and the
-        method does not read such.
+        Their parts are ``N.PART``, or ``N`` where a matrix has one. A stack has one pair of specs: where its experts or
+        parts are quantized unlike each other, and where one stack is quantized and another is not, all become plain
+        numbers while they load, if the method can make them. Raises CheckpointError where it cannot, and where one
+        tensor holds all experts and the method does not read such.
         """
         stacks = [(name, f"{path}.{name}", args) for name, args in matrices.items()]
         try:
             schemes = {name: self._experts(own, args, experts, dtype, self._kept) for name, own, args in stacks}
-            first, *others = schemes.values()
-            for other in others:
-                if other.pair != first.pair:
-                    raise _UnlikeError(
-                        f"layer {path!r}: the matrices of its experts are quantized unlike each other, as "
-                        f"{'/'.join(map(str, first.pair))} and {'/'.join(map(str, other.pair))}, and kernels run all"
-                    )
+            if len({scheme.weight.is_plain for scheme in schemes.values()}) > 1:
+                specs = ", ".join(f"{name} {scheme.weight}" for name, scheme in schemes.items())
+                raise _UnlikeError(
+                    f"layer {path!r}: some matrices of its experts are quantized and some are not ({specs}), and no "
+                    "kernel runs such experts"
+                )
         except _UnlikeError as unlike:
             if self.method is None or type(self.method.reader).numbers is QuantizationMethod.numbers:
                 raise

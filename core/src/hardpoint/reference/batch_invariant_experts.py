@@ -9,6 +9,7 @@ from hardpoint.reference.batch_invariant_linear import BatchInvariantLinear
 from hardpoint.reference.emulated_linear import BatchInvariantEmulatedLinear
 from hardpoint.reference.experts import ReferenceExperts, is_plain
 from hardpoint_plugin_api import BuildContext, ExpertsWorkload, LinearCall, LinearKernel, LinearWorkload, expert_matrix
+from hardpoint_plugin_api.experts import MATRICES
 
 
 class BatchInvariantExperts(ReferenceExperts):
@@ -22,19 +23,17 @@ class BatchInvariantExperts(ReferenceExperts):
         assert workload.activation is not None
         self._middle = row_by_row_middle(workload.activation)
         self._kernels: dict[tuple[str, int], LinearKernel] = {}
-        self._linear = LinearWorkload(spec=workload.spec, features=workload.features)
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Settle the size of a tile for each matrix, see BatchInvariantLinear; weights stay as they are."""
-        for name in ("w13", "w2"):
+        for name in MATRICES:
+            specs = self.workload.spec_of(name)
+            kind = BatchInvariantLinear if is_plain(specs) else BatchInvariantEmulatedLinear
+            linear = LinearWorkload(spec=specs, features=self.workload.features)
             for expert in range(weights["w2.weight"].shape[0]):
-                self._kernels[name, expert] = kernel = self._kind(self.ctx, self._linear)
+                self._kernels[name, expert] = kernel = kind(self.ctx, linear)
                 kernel.prepack(expert_matrix(weights, name, expert))
         return weights
-
-    @property
-    def _kind(self) -> type[LinearKernel]:
-        return BatchInvariantLinear if is_plain(self.workload) else BatchInvariantEmulatedLinear
 
     def _multiply(self, x: torch.Tensor, name: str, expert: int, w: dict[str, torch.Tensor]) -> torch.Tensor:
         slots = expert_matrix(w, name, expert)

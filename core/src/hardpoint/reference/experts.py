@@ -15,6 +15,7 @@ from hardpoint_plugin_api import (
     ExpertsKernel,
     ExpertsWorkload,
     LinearWorkload,
+    QuantSpec,
     Reason,
     dequantize,
     expert_matrix,
@@ -38,7 +39,9 @@ class ReferenceExperts(ExpertsKernel):
     @classmethod
     def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
         """Refuse specs that the emulated matmul refuses."""
-        return EmulatedLinear.supports(LinearWorkload(spec=workload.spec, features=workload.features), device)
+        specs = (workload.spec, *([workload.w2_spec] if workload.w2_spec is not None else ()))
+        linear = [LinearWorkload(spec=spec, features=workload.features) for spec in specs]
+        return [reason for each in linear for reason in EmulatedLinear.supports(each, device)]
 
     def apply(self, call: ExpertsCall) -> None:
         x, ids, w = call.x, call.ids, call.w
@@ -52,11 +55,11 @@ class ReferenceExperts(ExpertsKernel):
 
     def _multiply(self, x: torch.Tensor, name: str, expert: int, w: dict[str, torch.Tensor]) -> torch.Tensor:
         """x [T, columns] times one expert's matrix ``name``, plus its bias."""
-        slots = expert_matrix(w, name, expert)
-        if self.workload.spec is None or is_plain(self.workload):
+        slots, specs = expert_matrix(w, name, expert), self.workload.spec_of(name)
+        if specs is None or is_plain(specs):
             y = self.multiply(x, slots["weight"], name)
         else:
-            weight, activation = self.workload.spec
+            weight, activation = specs
             y = self.multiply(fake_quantize(x, activation, slots), dequantize(slots, weight, x.dtype), name)
         return y + slots["bias"] if "bias" in slots else y
 
@@ -65,6 +68,6 @@ class ReferenceExperts(ExpertsKernel):
         return functional.linear(x, weight)
 
 
-def is_plain(workload: ExpertsWorkload) -> bool:
+def is_plain(specs: tuple[QuantSpec, QuantSpec] | None) -> bool:
     """Whether weights and activations are numbers as they are."""
-    return workload.spec is None or all(spec.is_plain for spec in workload.spec)
+    return specs is None or all(spec.is_plain for spec in specs)

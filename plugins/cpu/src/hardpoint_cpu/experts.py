@@ -5,7 +5,6 @@ Axes: T tokens, K experts of a token, E experts, H hidden, I width of an expert.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
@@ -57,7 +56,7 @@ class PanelExperts(ExpertsKernel):
         self.layout = self.linear.layout
         self._experts, self._top_k = workload.num_experts, workload.top_k
         self._of = {name: self.linear(ctx, matrix) for name, matrix in _matrices(workload).items()}
-        self._number = self._of["w13"].number(f"experts_{self._of['w13'].kernel}")
+        self._numbers = {name: matrix.number(f"experts_{matrix.kernel}") for name, matrix in self._of.items()}
         self._middle = bound_middle(cast("Context", ctx), workload.activation)
         self._sort, self._sum = native.kernel_number("sort_by_expert"), native.number_for("sum_of_experts", ctx.dtype)
 
@@ -106,7 +105,7 @@ class PanelExperts(ExpertsKernel):
         read = matrix.read(x)
         bias = native.address(slots.get("bias"))
         addresses = (*map(native.address, read), *matrix.parts(slots), bias, out.data_ptr())
-        native.run(self._number, *addresses, *routed, top_k, matrix.n, matrix.k, *matrix.manner(read[0]))
+        native.run(self._numbers[name], *addresses, *routed, top_k, matrix.n, matrix.k, *matrix.manner(read[0]))
         return out
 
 
@@ -153,8 +152,14 @@ def _matrices(workload: ExpertsWorkload) -> dict[str, LinearWorkload]:
     assert workload.intermediate_size is not None
     width = workload.intermediate_size
     rows = 2 * width if is_gated(workload.activation) else width
-    common = LinearWorkload(dtype=workload.dtype, spec=workload.spec, features=workload.features)
+    sizes = {"w13": (rows, workload.hidden_size), "w2": (workload.hidden_size, width)}
     return {
-        "w13": replace(common, out_features=rows, in_features=workload.hidden_size),
-        "w2": replace(common, out_features=workload.hidden_size, in_features=width),
+        name: LinearWorkload(
+            dtype=workload.dtype,
+            spec=workload.spec_of(name),
+            features=workload.features,
+            out_features=out_features,
+            in_features=in_features,
+        )
+        for name, (out_features, in_features) in sizes.items()
     }

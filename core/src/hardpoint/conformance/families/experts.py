@@ -21,7 +21,7 @@ from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
 from hardpoint.conformance.families.linear import summed_one_by_one
 from hardpoint.conformance.families.ops import batch_invariant
 from hardpoint.conformance.families.router_weights import draw_router_weights
-from hardpoint.conformance.families.specs import Pair, claimed_specs, pair_of, static_scales
+from hardpoint.conformance.families.specs import ClaimedSpecs, Pair, claimed_specs, pair_of, static_scales
 from hardpoint.conformance.families.steps import worst
 from hardpoint.conformance.memory import POISON, Placement, place, soil_allocator
 from hardpoint.conformance.plan import Exclusions, Plan, Row
@@ -43,7 +43,9 @@ from hardpoint_plugin_api import (
     ExpertsCall,
     ExpertsWorkload,
     Feature,
+    QuantSpec,
 )
+from hardpoint_plugin_api.experts import MATRICES
 
 ERRORS = ErrorModel(finest=2.0**-20)
 """Hardware approximates the exponentials of activations."""
@@ -65,6 +67,12 @@ _WIDTHS = {
 }
 """Hidden and intermediate sizes. Long ones are sums of more than 4,096 products, of the first matrix and the second;
 the last are whole blocks of 256 columns, as GGUF's K types have."""
+_BLOCKS_OF_W13 = {"blocks-of-w13": (256, 96)}
+"""Whole blocks of 256 columns in the first matrix alone, for kernels that take another spec in the second."""
+_ALIKE = "w2-alike"
+_W2 = {_ALIKE: 0, "w2-next": 1, "w2-second-next": 2}
+"""How far w2's specs are behind w13's in the list of claimed ones: each meets two others in each matrix, however many
+are claimed."""
 _ABSENT = {"here": 0.0, "some-elsewhere": 0.4, "all-elsewhere": 1.0}
 """How many of a token's experts are on other ranks."""
 _OTHER_PARAMETERS = "swiglu_oai(1.25,2.0)"
@@ -97,12 +105,13 @@ class ExpertsTrials:
         yield from claims.untried()
         if not claims.served:
             return
+        is_mixed = Feature.W2_SPEC in subject.features
         few: Exclusions = {
             ("dtype", "spec"): claims.is_foreign,
             ("absent", "widths"): lambda absent, widths: absent == "all-elsewhere" and "long" in widths,
             ("batch", "mixture"): lambda batch, mixture: (batch, mixture) == ("many", "60x4"),
             ("mixture", "widths"): lambda mixture, widths: mixture == "60x4" and "long" in widths,
-            ("spec", "widths"): lambda spec, widths: _does_not_fit(claims.pairs.get(spec), widths),
+            **(_mixed_exclusions(claims) if is_mixed else _exclusions(claims.pairs)),
         }
         factors: dict[str, Sequence[Any]] = {
             "dtype": claims.dtypes,
@@ -111,9 +120,10 @@ class ExpertsTrials:
             "format": tuple(subject.claimed("format") or ("standard",)),
             "batch": tuple(_BATCHES),
             "mixture": tuple(_MIXTURES),
-            "widths": tuple(_WIDTHS),
+            "widths": (*_WIDTHS, *(_BLOCKS_OF_W13 if is_mixed else ())),
             "absent": tuple(_ABSENT),
             "bias": ("bias", "no-bias") if Feature.EXPERT_BIAS in subject.features else ("no-bias",),
+            **({"w2": tuple(_W2)} if is_mixed else {}),
         }
         seen: set[tuple[Any, ...]] = set()
         for number, row in enumerate(plan.combinations(factors, few)):
@@ -122,14 +132,40 @@ class ExpertsTrials:
             seen.add(key)
 
 
-def _does_not_fit(pair: Pair | None, widths: str) -> bool:
-    """Whether a row of either matrix would end within a unit of storage, or within a group (no kernel has such), or a
-    block of an outer level."""
+def _exclusions(pairs: Mapping[str, Pair]) -> Exclusions:
+    """Sizes that the specs of both matrices do not divide."""
+    return {("spec", "widths"): lambda spec, widths: _do_not_fit(pairs, spec, _ALIKE, widths)}
+
+
+def _mixed_exclusions(claims: ClaimedSpecs) -> Exclusions:
+    """The same where w2 may have specs of its own; also pairs that are w13's, or not claimed in the dtype."""
+    pairs = claims.pairs
+    return {
+        ("spec", "w2"): lambda spec, w2: w2 != _ALIKE and _of_w2(pairs, spec, w2) == spec,
+        ("dtype", "spec", "w2"): lambda dtype, spec, w2: claims.is_foreign(dtype, _of_w2(pairs, spec, w2)),
+        ("spec", "w2", "widths"): partial(_do_not_fit, pairs),
+    }
+
+
+def _of_w2(pairs: Mapping[str, Pair], spec: str, w2: str) -> str:
+    """The name of w2's specs where w13's is ``spec``; plain weights stand beside plain ones."""
+    names = list(pairs)
+    return names[(names.index(spec) + _W2[w2]) % len(names)] if spec in pairs else spec
+
+
+def _do_not_fit(pairs: Mapping[str, Pair], spec: str, w2: str, widths: str) -> bool:
+    """Whether a row of either matrix would end within what its specs keep together."""
+    names, sizes = (spec, _of_w2(pairs, spec, w2)), (_WIDTHS | _BLOCKS_OF_W13)[widths]
+    return any(_cuts(pairs.get(name), columns) for name, columns in zip(names, sizes, strict=True))
+
+
+def _cuts(pair: Pair | None, columns: int) -> bool:
+    """Whether so many columns end within a unit of storage, a group (no kernel has such) or an outer block."""
     if pair is None:
         return False
     group = max(1, pair[0].scales[0].block[1] if pair[0].scales[0].block[0] == 1 else 1)
     unit = max(pair[0].per_byte, *(scale.block[1] for scale in pair[0].scales[1:] if scale.block[0] == 1), 1)
-    return any(size % unit or (size % group and size > group) for size in _WIDTHS[widths])
+    return columns % unit > 0 or (columns % group > 0 and columns > group)
 
 
 def _trial(probe: ExpertsProbe, plan: Plan, number: int, *, with_sizes: bool) -> Trial:
@@ -201,10 +237,12 @@ class ExpertsProbe:
         self.subject, self._row, self._pairs, self._weights_seed = subject, row, pairs, weights
         self.title = "/".join(str(value) for value in row.values())
         self._experts, self._top_k = _MIXTURES[row["mixture"]]
-        self._hidden, self._width = _WIDTHS[row["widths"]]
+        self._hidden, self._width = (_WIDTHS | _BLOCKS_OF_W13)[row["widths"]]
+        is_mixed, of_w2 = row.get("w2", _ALIKE) != _ALIKE, _of_w2(pairs, row["spec"], row.get("w2", _ALIKE))
         self.workload = ExpertsWorkload(
             dtype=row["dtype"],
             spec=pair_of(pairs, row["spec"], row["dtype"]),
+            w2_spec=pair_of(pairs, of_w2, row["dtype"]) if is_mixed else None,
             activation=row["activation"],
             routing="topk_softmax",
             parallel="none" if row["absent"] == "here" else "ep",
@@ -214,7 +252,8 @@ class ExpertsProbe:
             hidden_size=self._hidden,
             intermediate_size=self._width,
             features=frozenset({Feature.BATCH_INVARIANT} & subject.features)
-            | ({Feature.EXPERT_BIAS} if row["bias"] == "bias" else frozenset()),
+            | ({Feature.EXPERT_BIAS} if row["bias"] == "bias" else frozenset())
+            | ({Feature.W2_SPEC} if is_mixed else frozenset()),
         )
 
     @property
@@ -285,14 +324,14 @@ class ExpertsProbe:
     @cached_property
     def _weights(self) -> Mapping[str, torch.Tensor]:
         """The slots as loaded, on the host."""
-        assert self.workload.spec is not None
         assert self.workload.activation is not None
-        (spec, activation), dtype = self.workload.spec, dtype_of(self._row["dtype"])
+        dtype = dtype_of(self._row["dtype"])
         generator = torch.Generator().manual_seed(self._weights_seed)
         rows = self._width * (2 if is_gated(self.workload.activation) else 1)
         slots: dict[str, torch.Tensor] = {}
         for name, shape in {"w13": (rows, self._hidden), "w2": (self._hidden, self._width)}.items():
             drawn = torch.randn(self._experts, *shape, generator=generator) * shape[1] ** -0.5
+            spec, activation = self._specs(name)
             each = [{"weight": w.to(dtype)} if spec.is_plain else quantize_weight(w, spec) for w in drawn]
             each = [one | static_scales(activation) for one in each]
             slots |= {f"{name}.{slot}": torch.stack([one[slot] for one in each]) for slot in each[0]}
@@ -306,9 +345,8 @@ class ExpertsProbe:
         Where activations are rounded to few bits on the way, that is the worst of several whose first product is off by
         roundings: which of its elements end at another code is luck, and a code is many roundings.
         """
-        assert self.workload.spec is not None
         dtype, true = dtype_of(self._row["dtype"]), self._reference(drawn, torch.float64)
-        count = 1 if self.workload.spec[1].is_plain else _EVALUATIONS
+        count = 1 if self._specs("w2")[1].is_plain else _EVALUATIONS
         evaluations = [self._reference(drawn, dtype, _Float32Experts, nudge) for nudge in range(count)]
         if dtype == torch.float32:
             evaluations.append(self._reference(drawn, dtype, _OneByOneExperts))
@@ -319,8 +357,7 @@ class ExpertsProbe:
     ) -> torch.Tensor:
         """By a reference of that kind in ``dtype``."""
         ctx = self.subject.site.context(dtype, device=_HOST)
-        assert self.workload.spec is not None
-        is_plain = self.workload.spec[0].is_plain
+        is_plain = self._specs("w13")[0].is_plain
         w = {
             name: value.to(dtype) if is_plain or name.endswith(".bias") else value
             for name, value in self._weights.items()
@@ -337,8 +374,7 @@ class ExpertsProbe:
         """In float32, units no finer than what one code makes of a row: seldom does one of the middle's numbers lie
         where a last bit decides between two codes, and then either is right.
         """
-        assert self.workload.spec is not None
-        activation = self.workload.spec[1]
+        activation = self._specs("w2")[1]
         if activation.is_plain or self._row["dtype"] != "float32":
             return ERRORS
         element = activation.number_format
@@ -349,9 +385,18 @@ class ExpertsProbe:
     @property
     def rows_share_a_scale(self) -> bool:
         """Whether how a row of activations is rounded depends on the others."""
-        assert self.workload.spec is not None
-        activation = self.workload.spec[1]
-        return not activation.static and any(scale.block[0] == -1 for scale in activation.scales)
+        return any(scale.block[0] == -1 for spec in self.rounded_by if not spec.static for scale in spec.scales)
+
+    @property
+    def rounded_by(self) -> list[QuantSpec]:
+        """How the inputs of both matrices are rounded; without those that stay as they are."""
+        return [spec for spec in (self._specs(name)[1] for name in MATRICES) if not spec.is_plain]
+
+    def _specs(self, name: str) -> tuple[QuantSpec, QuantSpec]:
+        """The specs of weight and input of the matrix ``name``, w13 or w2."""
+        specs = self.workload.spec_of(name)
+        assert specs is not None
+        return specs
 
     @cached_property
     def _context(self) -> Context:
@@ -416,9 +461,7 @@ def extremes(probe: ExpertsProbe, seed: int) -> Finding:
         return Finding.not_claimed("shared-scale", "rows share a scale")
     drawn = probe.draw(seed + 2, 7)
     drawn.x[1], drawn.weights[5] = 0, 0
-    assert probe.workload.spec is not None
-    activation = probe.workload.spec[1]
-    if activation.is_plain or not activation.static:  # a NaN has no code of its own
+    if not any(spec.static for spec in probe.rounded_by):  # a NaN has no code of its own
         drawn.x[3, drawn.x.shape[1] // 2] = torch.nan
     return Finding.of(judge_call(probe.call_of(drawn, partial(probe.expect, drawn))))
 
