@@ -21,6 +21,8 @@ from hardpoint.checkpoint.formats import open_files
 from hardpoint.checkpoint.gguf.blocks import SPECS
 from hardpoint.checkpoint.gguf.container import Container
 from hardpoint.checkpoint.gguf.types import BLOCKS
+from hardpoint.config import EngineConfig
+from hardpoint.engine.explain import explain
 from hardpoint_plugin_api import CheckpointError
 from tests.checkpoint.gguf_writer import Blocks, write_gguf
 from tests.parallel.ranks import ranks_in_threads
@@ -154,6 +156,28 @@ def test_experts_of_two_types_take_the_memory_of_the_file(tmp_path: Path) -> Non
         experts = [block.feed_forward.experts for block in model.stack.blocks.values()]
         in_memory = sum(x.nbytes for one in experts for x in one.weights.values())
     assert in_file <= in_memory < 1.2 * in_file
+
+
+@pytest.mark.parametrize(
+    ("gate", "down", "kernel"),
+    [
+        ("Q8_0", "Q8_0", "triton_grouped_quantized"),
+        ("Q4_K", "Q6_K", "triton_blocks"),
+        ("Q4_0", "Q8_0", "triton_blocks"),
+        ("Q4_K", "MXFP4", "reference"),
+    ],
+)
+def test_kernels_of_gpus(tmp_path: Path, gate: str, down: str, kernel: str) -> None:
+    """Kernels that are measured come first where one takes both matrices; others do not claim two types."""
+    metadata, stored, _ = widened(Container.read(FIXTURES / "qwen3moe.gguf"))
+    for seed, name in enumerate(n for n in list(stored) if n.split(".")[-2] in EXPERTS):
+        stored[name], _ = drawn_blocks(down if "down" in name else gate, tuple(stored[name].shape), seed)
+    write_gguf(tmp_path / "m.gguf", metadata, stored)
+    config = EngineConfig.create(model=str(tmp_path / "m.gguf"), plugins=("cuda",), skip_tokenizer_init=True)
+    (row,) = (row for row in explain(config, "h100").rows if row.family == "experts")
+    assert row.chosen == kernel
+    refused = {rejected.offer.contribution.name: rejected.reasons[0].code for rejected in row.rejected}
+    assert gate == down or refused["triton_grouped_quantized"] in ("feature", "spec")
 
 
 def test_gate_and_up_of_two_types_become_numbers(tmp_path: Path) -> None:

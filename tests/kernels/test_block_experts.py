@@ -24,11 +24,13 @@ _TYPES = {
     "Q4_K": ("silu_and_mul", torch.bfloat16, 256, 256),
     "Q6_K": ("silu_and_mul", torch.float16, 256, 256),
     "Q5_0": ("relu2", torch.bfloat16, 96, 160),
+    "Q8_0": ("relu2", torch.bfloat16, 96, 160),
 }
 _MORE = {
     "Q5_K": ("swiglu_oai", torch.bfloat16, 256, 256),
     "Q2_K": ("silu_and_mul", torch.float32, 256, 256),
     "Q3_K": ("silu_and_mul", torch.bfloat16, 256, 256),
+    "Q4_0": ("silu_and_mul", torch.bfloat16, 64, 96),
     "Q4_1": ("silu_and_mul", torch.float16, 64, 96),
     "Q5_1": ("silu_and_mul", torch.bfloat16, 96, 64),
 }
@@ -64,10 +66,14 @@ def test_equals_the_reference(site: Site, name: str) -> None:
         case.check(tokens, None)
 
 
-@pytest.mark.parametrize(("w2", "width"), [("Q6_K", 256), ("Q5_0", 96)])
-def test_matrices_of_two_types(site: Site, w2: str, width: int) -> None:
-    """As files of Q4_K_M have them: Q6_K, and Q5_0 where rows of w2 are no whole blocks of 256 columns."""
-    spec, dtype = SPECS["Q4_K"].spec, torch.bfloat16
+@pytest.mark.parametrize(
+    ("w2", "width", "dtype"),
+    [("Q6_K", 256, torch.bfloat16), ("Q5_0", 96, torch.float16)]
+    + [("Q8_0", 96, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)],
+)
+def test_matrices_of_two_types(site: Site, w2: str, width: int, dtype: torch.dtype) -> None:
+    """As files of Q4_K_M have them: Q6_K, and Q5_0 or Q8_0 where rows of w2 are no whole blocks of 256 columns."""
+    spec = SPECS["Q4_K"].spec
     case = Case(site, spec, "silu_and_mul", dtype, 256, width, kind=TritonBlockExperts, w2=SPECS[w2].spec)
     found, wanted = case.kernel.unpack(case.packed), case.reference.unpack(case.stored)
     assert all(torch.equal(found[matrix], wanted[matrix].to(found[matrix].dtype)) for matrix in wanted)
@@ -129,7 +135,7 @@ def _job(target: str, cut: BlockExpertTiles, name: str, gated: bool) -> Job:
     group = spec.scales[0].block[1]
     record = "*i64" if spec.scales[0].format == "float16" or group == 16 else "*i32"
     there = {
-        "high": (is_high, "*i16"),
+        "high": (is_high, "*i16" if spec.number_format.bits <= 6 else "*i32"),
         "outer": (is_nested, "*fp16"),
         "minima": (has_minima, record),
         "outer_minima": (is_nested and has_minima, "*fp16"),
@@ -164,7 +170,8 @@ def _cuts() -> list[BlockExpertTiles]:
 def test_compiles() -> None:
     """In the tiles of the table; codes go from memory to matrix units."""
     jobs = [_job("sm_90", cut, "Q4_K", True) for cut in _cuts()]
-    for compiled in compile_kernels([*jobs, _job("sm_90", _cuts()[0], "Q6_K", False)]):
+    down = [_job("sm_90", cut, name, False) for cut in (_cuts()[0], _cuts()[-1]) for name in ("Q6_K", "Q8_0")]
+    for compiled in compile_kernels([*jobs, *down]):
         assert compiled.spilled <= 64, compiled
         assert compiled.shared <= SHARED_KIB["sm_90"] << 10
         assert compiled.count("wgmma.mma_async") or compiled.count("mma.sync"), compiled.assembly
@@ -175,6 +182,6 @@ def test_compiles() -> None:
 def test_compiles_for_others(target: str) -> None:
     """With fewer stages where shared memory is small."""
     for cut in _cuts():
-        for name in ("Q4_K", "Q6_K"):
+        for name in ("Q4_K", "Q6_K", "Q8_0"):
             (compiled,) = compile_in_stages_that_fit([_job(target, cut, name, True)], 300)
             assert compiled.shared <= SHARED_KIB[target] << 10

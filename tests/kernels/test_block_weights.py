@@ -137,6 +137,19 @@ def test_codes_at_the_ends_of_their_range(site: Site) -> None:
     assert torch.equal(got.T, dequantize(slots, spec, torch.float32))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_all_codes_of_eight_bits(site: Site, dtype: str) -> None:
+    spec, numbers = SPECS["Q8_0"].spec, getattr(torch, dtype)
+    codes = (torch.arange(256) - 128).to(torch.int8).expand(16, 256).contiguous()
+    slots = {"weight": codes, "weight_scale": torch.full((16, 8), 2.0**-7, dtype=torch.float16)}
+    kernel = _kernel(site, spec, dtype, 16, 256)
+    packed = kernel.prepack(slots)
+    got = block_matmul(torch.eye(256, dtype=numbers), packed, None, kernel.tiles)
+    wanted = dequantize(slots, spec, numbers)
+    assert torch.equal(got.T, wanted)
+    assert torch.equal(kernel.unpack(packed), wanted)
+
+
 def test_what_is_no_block_is_refused() -> None:
     def reasons(spec: QuantSpec, k: int) -> list[str]:
         workload = LinearWorkload(dtype="bfloat16", in_features=k, out_features=16, spec=(spec, QuantSpec("bfloat16")))
@@ -146,7 +159,7 @@ def test_what_is_no_block_is_refused() -> None:
     assert reasons(q6, 512) == reasons(q5, 96) == []
     assert reasons(q6, 384) == ["columns"]
     assert reasons(q5, 80) == ["columns"]
-    assert reasons(QuantSpec("int8", scales=(Scale("float16", (1, 32)),)), 64) == ["element"]
+    assert reasons(QuantSpec("float8_e4m3fn", scales=(Scale("float16", (1, 32)),)), 64) == ["element"]
     assert reasons(QuantSpec("float4_e2m1", scales=(Scale("float16", (1, 32)),)), 64) == ["element"]
     assert reasons(replace(q5, scales=(Scale("float32", (1, 32)),)), 64) == ["group"]
     assert reasons(replace(q5, scales=(Scale("float16", (1, 64)),)), 64) == ["group"]

@@ -42,7 +42,10 @@ class BlockExpertTiles:
 
 
 class TritonBlockExperts(LaidOutExperts[BlockExpertTiles, BlockTiles]):
-    """Integers of 2 to 6 bits in groups of 16 or 32 columns, in one or two levels, with or without minima."""
+    """Integers of 2 to 8 bits in groups of 16 or 32 columns, in one or two levels, with or without minima.
+
+    Either matrix may have a spec of its own.
+    """
 
     layout = "triton_experts_block_tiles"
     tile_rows = TILE_ROWS

@@ -72,7 +72,7 @@ def block_product(
         for place in tl.static_range(4):
             k = tile * TILE_COLUMNS + place * PLACE_COLUMNS + column
             x = read_where(x_rows + (k * x_stride_k), None if WHOLE else k < K)
-            weight = block_codes(words, high, high_ptr is not None, place, BIAS, dtype)
+            weight = block_codes(words, high, high_ptr, place, BIAS, dtype)
             if NUMBERS_FIRST:
                 numbers = scaled_codes(
                     weight.to(tl.float32), scales, minima, outer, outer_min, min_ptr is not None, place, GROUP, SIGNED
@@ -99,12 +99,17 @@ def block_product(
 
 @triton.jit
 def block_words(words_ptr, high_ptr, at):
-    """The words at ``at``, and beside each its half word, whose upper byte lies in its upper half, too: uint32."""
+    """The words at ``at``, and beside each the word with its codes' upper bits, uint32: of a half word, the upper byte
+    lies in the upper half, too."""
     words = tl.load(words_ptr + at).to(tl.uint32, bitcast=True)
     high = words
     if high_ptr is not None:
-        pair = tl.load(high_ptr + at).to(tl.uint16, bitcast=True).to(tl.uint32)
-        high = pair | (pair << 8)
+        stored = tl.load(high_ptr + at)
+        if high_ptr.dtype.element_ty == tl.int16:
+            pair = stored.to(tl.uint16, bitcast=True).to(tl.uint32)
+            high = pair | (pair << 8)
+        else:
+            high = stored.to(tl.uint32, bitcast=True)
     return words, high
 
 
@@ -126,15 +131,29 @@ def block_scales(scale_ptr, outer_ptr, min_ptr, outer_min_ptr, tile, n, N):
 
 
 @triton.jit
-def block_codes(words, high, HIGH: tl.constexpr, place: tl.constexpr, BIAS: tl.constexpr, dtype: tl.constexpr):
-    """The weights [BLOCK_N, 32] of a place of words, before any scale: codes less BIAS."""
+def block_codes(words, high, high_ptr, place: tl.constexpr, BIAS: tl.constexpr, dtype: tl.constexpr):
+    """The weights [BLOCK_N, 32] of a place of words, before any scale: codes less BIAS.
+
+    ``high_ptr`` says by its type how many bits of a code ``high`` has.
+    """
+    HIGH_BITS: tl.constexpr = 0 if high_ptr is None else high_ptr.dtype.element_ty.primitive_bitwidth // 8
     shape: tl.constexpr = (words.shape[0], 2 * words.shape[1])
     pairs = (words >> (4 * place)) & 0x000F000F
-    if HIGH:
+    above = pairs
+    if HIGH_BITS == 2:
         pairs = pairs | (((high >> (2 * place)) & 0x00030003) << 4)
+    if HIGH_BITS == 4:
+        above = (high >> (4 * place)) & 0x000F000F
+    if HIGH_BITS == 4 and dtype != tl.bfloat16:
+        pairs = pairs | (above << 4)
     if dtype == tl.float32:
         return tl.join(pairs & 0xFFFF, pairs >> 16).reshape(shape).to(tl.float32) - BIAS
-    else:  # noqa: RET505  # Triton reads on after a return
+    elif HIGH_BITS == 4 and dtype == tl.bfloat16:  # noqa: RET505  # Triton reads on after a return
+        # A mantissa of 8 bits has room for seven: the upper four make a number of their own. All sums are exact.
+        low = halves(pairs | 0x43004300, dtype).reshape(shape) - tl.full(shape, 128, dtype)
+        upper = halves(above | 0x43004300, dtype).reshape(shape) - tl.full(shape, 128 + BIAS // 16, dtype)
+        return upper * tl.full(shape, 16, dtype) + low
+    else:  # Triton reads on after a return
         # 128 and 1024 are the least powers whose mantissas count ones in their last place, of 8 and of 11 bits.
         power: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
         bits: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400

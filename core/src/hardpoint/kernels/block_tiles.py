@@ -1,9 +1,10 @@
 """The layout of GGUF's blocks for products on matrix units: tiles of 16 rows and 128 columns.
 
-Codes of 2 to 6 bits count from 0. The lowest four bits lie as in four_bit_tiles.py, eight codes in a word, of which the
-codes at the same *place* (0 to 3) of all words of a row are neighbours. Bits 4 and 5, where codes have them, lie in
+Codes of 2 to 8 bits count from 0. The lowest four bits lie as in four_bit_tiles.py, eight codes in a word, of which the
+codes at the same *place* (0 to 3) of all words of a row are neighbours. Bits 4 and 5 of codes of 5 and 6 bits lie in
 half words beside: at place p of a half word, bits 2p and 2p + 1 of its lower and of its upper byte belong to the codes
-at place p of the lower and the upper half of the word. So a code of five bits takes six here.
+at place p of the lower and the upper half of the word. So a code of five bits takes six here. The upper four bits of
+codes of 7 and 8 bits lie in words beside, as the lower four do.
 
 Scales and minima stay as stored, in two levels where there are two, and those of a tile's groups lie in one word.
 
@@ -30,7 +31,9 @@ OUTER_COLUMNS = 256
 
 _GROUPS = (16, 32)
 _SCALES = ("int8", "uint8", "float16")
-_MOST_BITS = 6
+_MOST_BITS = 8
+_MOST_HIGH_BITS = 2
+"""Bits above the lowest four that half words have room for."""
 _RECORD_BITS = 64
 _PIECE = 1 << 22
 """Elements that are laid out at once, in about twenty bytes each."""
@@ -78,7 +81,8 @@ class BlockTiles:
         return self.spec.scales[0].format == "int8"
 
     def packed(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``weight`` int32 [B, T, 16, W]; ``high`` int16 of that shape, where codes have more than four bits.
+        """``weight`` int32 [B, T, 16, W]; ``high`` of that shape, where codes have more than four bits: int16, int32 of
+        more than six.
 
         ``weight_scale`` and ``weight_min`` are words [T, N] of 4 or 8 numbers, those of the second level
         [K / 256, N].
@@ -86,8 +90,9 @@ class BlockTiles:
         stored = weights["weight"]
         blocks, tiles = -(-len(stored) // TILE_ROWS), -(-self.columns // TILE_COLUMNS)
         packed = {"weight": stored.new_empty(blocks, tiles, TILE_ROWS, WORDS, dtype=torch.int32)}
-        if self.spec.number_format.bits > 4:
-            packed["high"] = stored.new_empty(packed["weight"].shape, dtype=torch.int16)
+        if (bits_above := self.spec.number_format.bits - 4) > 0:
+            word = torch.int16 if bits_above <= _MOST_HIGH_BITS else torch.int32
+            packed["high"] = stored.new_empty(packed["weight"].shape, dtype=word)
         height = max(1, _PIECE // (TILE_ROWS * tiles * TILE_COLUMNS))
         for first in range(0, blocks, height):
             codes = self._codes(stored[first * TILE_ROWS : (first + height) * TILE_ROWS])
@@ -125,13 +130,13 @@ class BlockTiles:
         """``unpacked``, of the rows ``ids`` alone."""
         block, within = ids // TILE_ROWS, ids % TILE_ROWS
 
-        def fields(name: str, most: int) -> torch.Tensor:
+        def fields(name: str) -> torch.Tensor:
             words = packed[name][block, :, within].int()[:, :, None, :, None]
-            return words >> _shifts(packed[name].dtype, ids.device) & most
+            return words >> _shifts(packed[name].dtype, ids.device) & (1 << packed[name].itemsize) - 1
 
-        codes = fields("weight", 15)
+        codes = fields("weight")
         if "high" in packed:
-            codes = codes | fields("high", 3) << 4
+            codes = codes | fields("high") << 4
         codes = (codes.flatten(1)[:, : self.columns].to(torch.uint8) ^ self.bias).view(torch.uint8)
         slots = {"weight": pack_nibbles(codes) if self.spec.packing == "nibbles" else self._stored(codes)}
         for slot in (scale_slot, minimum_slot) if self.spec.minimum else (scale_slot,):
@@ -146,7 +151,7 @@ class BlockTiles:
         """Codes in two's complement as a byte each."""
         if not self.bias:
             return codes
-        return (codes ^ self.bias).to(torch.int8) - self.bias
+        return ((codes ^ self.bias).short() - self.bias).to(torch.int8)
 
 
 def _shifts(word: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -258,7 +258,7 @@ def _block_numbers(
     )
     within = tl.arange(0, PLACE_COLUMNS)[None, :]
     for place in tl.static_range(4):
-        weight = block_codes(words, high, high_ptr is not None, place, BIAS, tl.float32)
+        weight = block_codes(words, high, high_ptr, place, BIAS, tl.float32)
         numbers = scaled_codes(weight, scales, minima, outer, outer_min, min_ptr is not None, place, GROUP, SIGNED)
         k = tile * TILE_COLUMNS + place * PLACE_COLUMNS + within
         there = (n < N) & (k < K)
