@@ -23,7 +23,7 @@ from hardpoint.kernels.tiled_experts import ExpertTiles, TritonTiledExperts
 from hardpoint.numerics import quantize_weight
 from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import ExpertsCall, ExpertsKernel, ExpertsWorkload, QuantSpec, Scale
-from tests.kernels.sweeping import compile_beside, microseconds, plain_read
+from tests.kernels.sweeping import compile_beside, launch_early, microseconds, plain_read
 
 SHAPES = {
     "gpt-oss-20b": (32, 4, 2880, 2880, "swiglu_oai"),
@@ -48,6 +48,7 @@ Cut = ExpertTiles | BlockExpertTiles
 @click.option("--best", default=3, help="How many of the best tiles are printed.")
 def main(tokens: tuple[int, ...], shape: str, spec: str, best: int) -> None:
     """Print the times."""
+    launch_early()
     variants = [(shape, spec, count, cut) for count in tokens for cut in cuts(count, shape, spec)]
     works = dict(zip(variants, compile_beside(_compile, variants), strict=True))
     ctx, kernel = _kernel(shape, spec)
@@ -114,6 +115,7 @@ def _step(ctx: Context, kernel: ExpertsKernel, tokens: int, weights: dict[str, t
 
 
 def _compile(variant: tuple[str, str, int, Cut]) -> None:
+    launch_early()
     shape, spec, tokens, cut = variant
     ctx, kernel = _kernel(shape, spec)
     kernel.run(cut, _step(ctx, kernel, tokens, kernel.prepack(_stored(shape, spec)), 0))

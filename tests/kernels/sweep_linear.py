@@ -18,10 +18,9 @@ import torch
 
 from hardpoint.kernels.gemm import GemmConfiguration, gemm, gemm_configuration
 from hardpoint.kernels.gemv import GemvConfiguration, gemv, gemv_configuration
-from hardpoint.kernels.launch import overlap_launches
 from hardpoint.kernels.norm import rms_norm
 from hardpoint.kernels.skinny import SkinnyConfiguration, skinny, skinny_configuration
-from tests.kernels.sweeping import WEIGHT_BYTES, compile_beside, microseconds, plain_read
+from tests.kernels.sweeping import WEIGHT_BYTES, compile_beside, launch_early, microseconds, plain_read
 
 _SHAPES = (
     "4096x1024",
@@ -56,7 +55,7 @@ def main(rows: tuple[int, ...], shape: tuple[str, ...], best: int, behind_norm: 
     ran = {cut for cut, good in zip(variants, compile_beside(build, variants), strict=True) if good}
     print(f"{len(ran)} of {len(variants)} variants run", flush=True)
     if behind_norm:
-        _launch_early()
+        launch_early()
     for n, k in shapes:
         count = min(64, WEIGHT_BYTES // (2 * n * k) + 2)
         weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
@@ -145,14 +144,8 @@ def _build(cut: Cut) -> None:
 
 
 def _build_early(cut: Cut) -> None:
-    _launch_early()
+    launch_early()
     _build(cut)
-
-
-def _launch_early() -> None:
-    from hardpoint_cuda.overlapped import OVERLAP
-
-    overlap_launches("cuda", OVERLAP)
 
 
 if __name__ == "__main__":
