@@ -48,6 +48,8 @@ _REFERENCES = {
 }
 """The contribution of each family that is the truth of it."""
 
+_DRAFTER = "ngram"
+"""The drafter that a config with drafts names. No trial asks it for any."""
 
 LIMITS = EngineLimits(max_tokens=8192, max_sequences=256, max_model_len=4096)
 """The limits of trials, but of those that hold more."""
@@ -166,12 +168,14 @@ class Site:
         block_size: int = 16,
         device: torch.device | None = None,
         batch_invariant: bool = False,
+        num_drafts: int = 0,
         limits: EngineLimits = LIMITS,
     ) -> Context:
         """A fresh build context, in which everything but what is under trial is served by references.
 
-        With ``batch_invariant``, it is served by what core offers for that. No trial of what is built with it may go
-        beyond ``limits``: workspaces are made for them.
+        With ``batch_invariant``, it is served by what core offers for that. Its engine verifies up to ``num_drafts``
+        drafts of a request and step. No trial of what is built with it may go beyond ``limits``: workspaces are made
+        for them.
         """
         dtype, info = dtype_of(dtype) if isinstance(dtype, str) else dtype, self.platform.info
         core = PluginSet(record for record in self.plugins.records if record.is_core)
@@ -179,6 +183,7 @@ class Site:
         def load(offer: Offer) -> object:
             return load_target(self.plugins, offer)
 
+        drafts = {"speculative_method": _DRAFTER, "num_speculative_tokens": num_drafts} if num_drafts else {}
         selector = (
             Selector(core, info, Settings(), load=load)
             if batch_invariant
@@ -188,7 +193,7 @@ class Site:
             device=info,
             torch_device=device or self.device,
             dtype=dtype,
-            config=self.config.model_copy(update={"batch_invariant": batch_invariant}),
+            config=self.config.model_copy(update={"batch_invariant": batch_invariant, **drafts}),
             plugins=self.plugins,
             selector=selector,
             kv_dtype=kv_dtype or dtype_name(dtype),

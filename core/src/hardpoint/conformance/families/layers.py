@@ -14,8 +14,9 @@ from typing import cast
 import torch
 
 from hardpoint.conformance.checks import kernel_checks
+from hardpoint.conformance.families.draft_steps import DRAFTED
 from hardpoint.conformance.families.layer_kinds import KINDS, Inputs, LayerKind
-from hardpoint.conformance.families.step_memory import Pieces, StepMemory, num_found, rows_of
+from hardpoint.conformance.families.step_memory import Pieces, StepMemory, kept_rows, num_found, rows_of
 from hardpoint.conformance.families.steps import Piece
 from hardpoint.conformance.memory import Placement, place, place_far, soil_allocator
 from hardpoint.conformance.plan import Plan
@@ -36,6 +37,10 @@ from hardpoint_plugin_api import (
 )
 
 ERRORS = ErrorModel(scale="row", finest=2.0**-20)
+_NOT_OF_LAYERS = ("far",)
+"""A layer's own tensors are many and small: that offsets do not overflow is for its ops and kernels to prove."""
+_NOT_OF_DRAFTS = (*_NOT_OF_LAYERS, "offset", "apart", "replay", "host-sync", "allocation", "threads", "streams")
+"""Drafts change which states and positions a step reads and writes, and nothing that these checks ask."""
 _HOST = torch.device("cpu")
 _BLOCK = 16
 
@@ -53,14 +58,19 @@ class LayerTrials:
         return contribution.of in self.kinds
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
-        """Each variation of the layer in each claimed dtype, on batches of several sizes."""
-        kind, number = self.kinds[str(subject.offer.contribution.of)], 0
-        for dtype in subject.dtypes():
+        """Each variation of the layer in each claimed dtype, on batches of several sizes. With a cache, also drafts."""
+        kind, dtypes, number = self.kinds[str(subject.offer.contribution.of)], subject.dtypes(), 0
+        for dtype in dtypes:
             for name in kind.variations:
                 yield _life_trial(LayerProbe(subject, kind, dtype, name, kind.tokens[-1]), plan)
                 for tokens in kind.tokens:
                     yield _forward_trial(LayerProbe(subject, kind, dtype, name, tokens), plan, number)
                     number += 1
+        if not kind.pieces or not dtypes:
+            return
+        factors = {"dtype": dtypes, "variation": tuple(kind.variations), "num_drafts": tuple(DRAFTED)}
+        for trial, row in enumerate(plan.combinations(factors), number):
+            yield _forward_trial(LayerProbe(subject, kind, **row), plan, trial)
 
 
 def _life_trial(probe: LayerProbe, plan: Plan) -> Trial:
@@ -71,15 +81,17 @@ def _life_trial(probe: LayerProbe, plan: Plan) -> Trial:
 
 def _forward_trial(probe: LayerProbe, plan: Plan, number: int) -> Trial:
     seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
-    # A layer's own tensors are many and small: that offsets do not overflow is for its ops and kernels to prove.
-    checks = kernel_checks(probe, seed, plan, number, without=("far",))
-    if Feature.BATCH_INVARIANT in probe.subject.features:
+    checks = kernel_checks(probe, seed, plan, number, without=_NOT_OF_DRAFTS if probe.num_drafts else _NOT_OF_LAYERS)
+    if Feature.BATCH_INVARIANT in probe.subject.features and not probe.num_drafts:
         checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed)))
     return _unless_refused(probe, probe.title, checks)
 
 
 def _unless_refused(probe: LayerProbe, title: str, checks: Sequence[Check]) -> Trial:
-    """Arguments that a manifest cannot speak of are refused by ``supports``, or by the constructor with an error."""
+    """A manifest cannot speak of arguments and drafts.
+
+    Arguments are refused by ``supports``, or by the constructor with an error, drafts by the planner of a state.
+    """
     if reason := probe.subject.refuses(probe.workload):
         return Trial(title, unsupported=reason, workload=probe.workload)
 
@@ -88,14 +100,22 @@ def _unless_refused(probe: LayerProbe, title: str, checks: Sequence[Check]) -> T
             probe.layer  # noqa: B018  # constructed on first use
         except HardpointError as error:
             return Finding.not_claimed("refused", str(error))
+        if probe.num_drafts and (planner := _forgets_drafts(probe.context)):
+            return Finding.not_claimed("drafts", f"{planner}.keeps_drafts is False")
         return check.run()
 
     guarded = [Check(c.name, partial(unless_refused, c), c.decisive) for c in checks]
     return Trial(title, guarded, workload=probe.workload)
 
 
+def _forgets_drafts(ctx: Context) -> str | None:
+    """The planner of a state from which drafts cannot be taken back, if a layer that was built with ``ctx`` has one."""
+    states = (user for user in ctx.cache_users.users if user.spec.retention.per_sequence)
+    return next((type(user.planner).__name__ for user in states if not user.planner.keeps_drafts), None)
+
+
 class LayerProbe:
-    """One layer with one set of arguments, on steps of one size."""
+    """One layer with one set of arguments, on steps of one size, or that verify drafts."""
 
     allocates = True
 
@@ -105,21 +125,25 @@ class LayerProbe:
         kind: LayerKind,
         dtype: str,
         variation: str,
-        tokens: int,
+        tokens: int = 0,
         *,
         batch_invariant: bool = False,
+        num_drafts: int = 0,
     ) -> None:
-        self.subject, self.kind, self.dtype, self.variation, self.tokens = subject, kind, dtype, variation, tokens
-        self.batch_invariant = batch_invariant
+        """``tokens`` of each call; those of the steps of ``DRAFTED``, where there are ``num_drafts``."""
+        self.subject, self.kind, self.dtype, self.variation = subject, kind, dtype, variation
+        self.batch_invariant, self.num_drafts = batch_invariant, num_drafts
+        self.pieces = DRAFTED[num_drafts] if num_drafts else kind.pieces
+        self.tokens = sum(piece.query for step in self.pieces for piece in step) if num_drafts else tokens
         self.args = kind.variations[variation]
-        self.title = f"{dtype}/{variation}/tokens-{tokens}"
+        self.title = f"{dtype}/{variation}/{f'drafts-{num_drafts}' if num_drafts else f'tokens-{tokens}'}"
         features: frozenset[Feature] = getattr(self.args, "features", frozenset())
         self.workload = LayerWorkload(of=subject.offer.contribution.of, dtype=dtype, args=self.args, features=features)
 
     @cached_property
     def context(self) -> Context:
         """The layer's build context."""
-        return self.subject.site.context(self.dtype, batch_invariant=self.batch_invariant)
+        return self.subject.site.context(self.dtype, batch_invariant=self.batch_invariant, num_drafts=self.num_drafts)
 
     @cached_property
     def layer(self) -> PluggableLayer:
@@ -192,7 +216,7 @@ class LayerProbe:
             name: place_far(x, device, self.subject.site.free_bytes) if name == far else place(x, device, placement)
             for name, x in drawn.items()
         }
-        memory = StepMemory(self.context, device, self.kind.pieces, padded=True)
+        memory = StepMemory(self.context, device, self.pieces, padded=True)
         weights = [(f"{path}.{name}", w) for path, part in walk(layer) for name, w in part.weights.items()]
         inputs = [*placed.items(), *((name.lstrip("."), w) for name, w in weights)]
         named = tuple(Input(name, name, x) for name, x in inputs if isinstance(x, torch.Tensor))
@@ -215,9 +239,9 @@ class LayerProbe:
         )
 
     def _run(self, layer: PluggableLayer, inputs: Inputs, memory: StepMemory) -> object:
-        """The layer's results, without rows that are padding."""
+        """The layer's results, without rows that are padding, or of drafts that are refused."""
         made = self.kind.forward(layer, inputs, memory.steps)
-        if not self.kind.pieces:
+        if not self.pieces:
             return made
         kept = torch.tensor(memory.kept, device=memory.device)
         return tuple(y[kept] if len(y) > int(kept[-1]) else y for y in sequence(made))
@@ -231,11 +255,11 @@ class LayerProbe:
         return Expected(tuple(Expectation(f"output {i}", own, truth) for i, (own, truth) in enumerate(pairs)))
 
     def _by_request(self, layer: PluggableLayer, ctx: Context, inputs: Inputs) -> Sequence[torch.Tensor]:
-        """The results of a reference: each request's by itself, all of its tokens in one step."""
-        if not self.kind.pieces:
+        """The results of a reference: each request's by itself, all of its tokens in one step, without drafts."""
+        if not self.pieces:
             copies = {name: x.clone() for name, x in inputs.items()}
             return sequence(self.kind.forward(layer, copies, StepMemory(ctx, _HOST, ()).steps))
-        rows = rows_of(self.kind.pieces)
+        rows = rows_of(self.pieces)
         found = [
             sequence(
                 self.kind.forward(
@@ -248,18 +272,19 @@ class LayerProbe:
         ]
         whole = [torch.empty(self.tokens, *y.shape[1:], dtype=y.dtype) for y in found[0]]
         for i, own in enumerate(rows):
-            skipped = num_found(self.kind.pieces, i)
+            skipped = num_found(self.pieces, i)
             for x, y in zip(whole, found[i], strict=True):
                 x[own[skipped:]] = y[skipped:]
-        return whole
+        kept = torch.tensor(kept_rows(self.pieces))
+        return [x[kept] for x in whole]
 
     def num_rows(self, call: Call) -> int:
         """Tokens, where they do not attend to one another."""
-        return 0 if self.kind.pieces else self.tokens
+        return 0 if self.pieces else self.tokens
 
     def not_recorded(self) -> str | None:
         """Layers are recorded with the steps that they make up, unless they are steps of attention: these plan."""
-        if self.kind.pieces:
+        if self.pieces:
             return "it plans steps of its own in this trial"
         if not self.subject.capturable:
             return "the target declares capturable = False"

@@ -6,7 +6,7 @@ Axes: T tokens, N requests.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,7 +19,8 @@ from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, AttentionMetadata, A
 Pieces = Sequence[Sequence[Piece]]
 """The piece of each request in each step, requests in the same order in all. A piece without queries: the request
 takes no part in the step. One whose first piece does not begin its sequence has found the tokens before it in the
-cache: they are those of the first request, of which a step ended there."""
+cache: they are those of the first request, of which a step ended there. A piece that begins before the end of the
+request's piece before: the tokens from there on were drafts and are refused, others take their positions."""
 _PADDING = 2
 
 
@@ -29,27 +30,43 @@ def num_found(pieces: Pieces, request: int) -> int:
     return first.total - first.query
 
 
+def num_refused(pieces: Pieces, number: int, request: int) -> int:
+    """How many tokens at the end of a request's piece of step ``number`` are refused."""
+    piece = pieces[number][request]
+    if not piece.query:
+        return 0
+    later = (step[request] for step in pieces[number + 1 :])
+    return next((piece.total - (other.total - other.query) for other in later if other.query), 0)
+
+
 def rows_of(pieces: Pieces) -> list[list[int]]:
-    """The rows of the inputs that each request's tokens have, those found in the cache first.
+    """The rows of the inputs that each request's tokens have, those found in the cache first, without refused ones.
 
     The rows of a step follow those of the step before; within it they are in the order of requests.
     """
     found: list[list[int]] = [[] for _ in pieces[0]]
     first = 0
-    for step in pieces:
-        for rows, piece in zip(found, step, strict=True):
-            rows += range(first, first + piece.query)
+    for number, step in enumerate(pieces):
+        for request, (rows, piece) in enumerate(zip(found, step, strict=True)):
+            rows += range(first, first + piece.query - num_refused(pieces, number, request))
             first += piece.query
     return [found[0][: num_found(pieces, i)] + rows for i, rows in enumerate(found)]
+
+
+def kept_rows(pieces: Pieces) -> list[int]:
+    """The rows of the inputs whose tokens are not refused, in order."""
+    return sorted({row for rows in rows_of(pieces) for row in rows})
 
 
 @dataclass
 class StepMemory:
     """Caches for the cache users of a context, and the steps of ``pieces``, which write and read them.
 
-    ``padded`` steps have rows behind their last token, as captured ones do, but for the last step: a step of decodes
-    has requests of one token in the null page, others have tokens of no request. Inputs of these rows are the next
-    step's.
+    ``padded`` steps have rows behind their last token, as captured ones do, but for the last step. Where each request
+    has one token, or equally many drafts, the rows are requests in the null page; else they are tokens of no request.
+    Inputs of these rows are the next step's.
+
+    Planners that do without exact lengths get upper bounds behind refused drafts: as if these had stayed.
     """
 
     ctx: Context
@@ -57,6 +74,8 @@ class StepMemory:
     pieces: Pieces
     padded: bool = False
     buffers: list[torch.Tensor] = field(default_factory=list)
+    _state_blocks: dict[int, int] = field(default_factory=dict)
+    """The block in whose page the state of a request lies."""
 
     def spoil(self) -> None:
         """Fill the caches with garbage."""
@@ -65,25 +84,27 @@ class StepMemory:
 
     @property
     def kept(self) -> list[int]:
-        """The rows of all steps' results, one step after the other, that are not padding."""
-        kept: list[int] = []
+        """The rows of all steps' results, one step after the other, that are neither padding nor refused."""
+        own: list[int] = []
         first = 0
         for number, pieces in enumerate(self.pieces):
             tokens = sum(piece.query for piece in pieces)
-            kept += range(first, first + tokens)
+            own += range(first, first + tokens)
             first += tokens + self._num_padding(number)
-        return kept
+        return [own[row] for row in kept_rows(self.pieces)]
 
     def steps(self) -> Iterator[tuple[slice, ForwardStep]]:
         """Yield each step with its rows of the inputs."""
         users, tables = self.ctx.cache_users, self._tables()
         caches = self._caches(tables)
+        self._state_blocks.clear()
         first = 0
         for number, pieces in enumerate(self.pieces):
             batch, positions = self._batch(tables, pieces, self._num_padding(number))
             metadata: dict[int, AttentionMetadata] = {}
             for plan_group in users.plan_groups():
-                planned = users.users[plan_group.users[0]].planner.plan(batch)
+                planner = users.users[plan_group.users[0]].planner
+                planned = planner.plan(batch if planner.exact_lengths else self._bounded(batch, number))
                 metadata |= dict.fromkeys(plan_group.users, planned)
             self._move_states(tables.blocks, pieces)
             yield (
@@ -94,7 +115,24 @@ class StepMemory:
 
     def _num_padding(self, number: int) -> int:
         following = sum(piece.query for pieces in self.pieces[number + 1 :] for piece in pieces)
-        return min(_PADDING, following) if self.padded else 0
+        width = self._alike(self.pieces[number])
+        return min(max(1, _PADDING // width), following // width) * width if self.padded else 0
+
+    def _alike(self, pieces: Sequence[Piece]) -> int:
+        """How many queries each request of a step has, where a step of so many is captured; else 1."""
+        counts = {piece.query for piece in pieces if piece.query}
+        return max(counts) if len(counts) == 1 and max(counts) <= 1 + self.ctx.config.num_drafts else 1
+
+    def _bounded(self, batch: AttentionBatch, number: int) -> AttentionBatch:
+        """``batch``, whose host does not know yet which drafts of the step before were refused."""
+        if not number:
+            return batch
+        own = [i for i, piece in enumerate(self.pieces[number]) if piece.query]
+        refused = [num_refused(self.pieces, number - 1, i) for i in own] + [0] * (batch.num_requests - len(own))
+        if not any(refused):
+            return batch
+        bounds = tuple(map(sum, zip(batch.seq_lens_host, refused, strict=True)))
+        return replace(batch, seq_lens_host=bounds, exact_lengths=False)
 
     def _tables(self) -> Tables:
         """Pages of full attention, so that every block of a request is its own from the first step to the last."""
@@ -120,18 +158,19 @@ class StepMemory:
     def _batch(self, tables: Tables, pieces: Sequence[Piece], padding: int) -> tuple[AttentionBatch, torch.Tensor]:
         """The batch of a step, and its positions, int64 [T], ``padding`` included."""
         block, own = self.ctx.block_size, [(i, piece) for i, piece in enumerate(pieces) if piece.query]
-        decodes = all(piece.query == 1 for _, piece in own)
-        requests = padding if decodes else 0
-        queries = [piece.query for _, piece in own] + [1] * requests
-        lengths = [piece.total for _, piece in own] + [1] * requests
+        width = self._alike(pieces)
+        requests = padding // width if all(piece.query == width for _, piece in own) else 0
+        queries = [piece.query for _, piece in own] + [width] * requests
+        lengths = [piece.total for _, piece in own] + [width] * requests
         starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
         blocks = tables.blocks[[i for i, _ in own]]
         blocks = torch.cat([blocks, blocks.new_full((requests, blocks.shape[1]), NULL_PAGE)])
         num_decodes = sum(count == 1 for count in queries)
         assert queries[:num_decodes] == [1] * num_decodes, "decodes come first: see AttentionBatch"
         slots = [tables.slots(i, p.total - p.query, p.total, block) for i, p in own]
-        slots.append(torch.full((padding,), NULL_PAGE * block, dtype=torch.int32))
         positions = [torch.arange(p.total - p.query, p.total) for _, p in own]
+        positions.append(torch.arange(padding) % width)
+        slots.append((NULL_PAGE * block + positions[-1]).to(torch.int32))
         batch = AttentionBatch(
             query_start=starts.to(self.device),
             seq_lens=torch.tensor(lengths, dtype=torch.int32).to(self.device),
@@ -141,23 +180,28 @@ class StepMemory:
             seq_lens_host=tuple(lengths),
             num_decodes=num_decodes,
         )
-        return batch, torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]).to(self.device)
+        return batch, torch.cat(positions).to(self.device)
 
     def _move_states(self, blocks: torch.Tensor, pieces: Sequence[Piece]) -> None:
         """Copy each state to the page of its request's newest block, as an engine does before a step of ``pieces``.
 
         The page before stays as it was where another request may find it, at the edge of a block; else it becomes
-        garbage.
+        garbage. Behind drafts that are refused, the newest block may be one before.
         """
-        block = self.ctx.block_size
+        block, moves = self.ctx.block_size, []
+        for request, (row, piece) in enumerate(zip(blocks.tolist(), pieces, strict=True)):
+            if not piece.query:
+                continue
+            old, target = piece.total - piece.query, (piece.total - 1) // block
+            source = self._state_blocks.get(request, max(0, old - 1) // block)
+            self._state_blocks[request] = target
+            if old and source != target:
+                moves.append((row[source], row[target], old % block == 0))
         for user, buffer in zip(self.ctx.cache_users.users, self.buffers, strict=True):
             if not user.spec.retention.per_sequence:
                 continue
             pages = buffer.view(-1, user.layout.page_bytes(user.spec, block))
-            for row, piece in zip(blocks.tolist(), pieces, strict=True):
-                old = piece.total - piece.query
-                source, target = row[max(0, old - 1) // block], row[max(0, piece.total - 1) // block]
-                if piece.query and old and source != target:
-                    pages[target] = pages[source]
-                    if old % block:
-                        pages[source] = POISON
+            for source, target, stays in moves:
+                pages[target] = pages[source]
+                if not stays:
+                    pages[source] = POISON
