@@ -210,8 +210,9 @@ class TritonLatentAttention(LatentBackend):
         q_latent, q_rope = evenly_placed(call.q_latent), evenly_placed(call.q_rope)
         pages = _pages(call.cache)
         strides = [x.stride()[:2] for x in (q_latent, q_rope, out)]
-        alike = (q_latent, *strides[0], q_rope, *strides[1], out, *strides[2], *pages)
-        alike = (*alike, batch.block_table, batch.block_table.stride(0), batch.seq_lens)
+        rows = (q_latent, *strides[0], q_rope, *strides[1], out, *strides[2])
+        table = (batch.block_table, batch.block_table.stride(0), batch.seq_lens)
+        alike = (*rows, *pages, *table)
         key = (*strides, *pages[2:4], pages[5]) if aligned(q_latent, q_rope, out, *_alignable(pages)) else None
         if self.one_by_one is not None:
             indices = call.indices
@@ -220,17 +221,26 @@ class TritonLatentAttention(LatentBackend):
             self._launch(self.one_by_one, key, batch.num_tokens * self._head_blocks, alike, *lists)
             return
         if batch.num_decodes:
-            cut, resources = self.decodes[scan_size(batch.num_decodes)], self.ctx.resources
-            grid = (self._splits + batch.num_decodes) * self._head_blocks
-            partial, counters = (resources.get(name) for name in (self._partial_key, self._counters_key))
-            self._launch(
-                cut, key, grid, alike, batch.num_decodes, partial.view(torch.float32), counters.view(torch.int32)
-            )
+            self._decode(batch.num_decodes, key, rows, pages, table)
         if metadata.prefill is not None:
             cut, first, starts = self.prefills[metadata.prefill], batch.num_decodes, batch.query_start_host
-            rows = (starts[-1] - starts[first]) * self.spec.num_heads
-            num_tiles = rows // cut.tiles.rows + batch.num_requests - first
+            queries = (starts[-1] - starts[first]) * self.spec.num_heads
+            num_tiles = queries // cut.tiles.rows + batch.num_requests - first
             self._launch(cut, key, num_tiles, alike, batch.query_start, first, batch.num_requests, num_tiles)
+
+    def _decode(
+        self, count: int, key: Any, rows: tuple[Any, ...], pages: tuple[Any, ...], table: tuple[Any, ...]
+    ) -> None:
+        """Launch the kernel for the ``count`` requests with one query each; a device may have a kernel of its own.
+
+        ``rows``: queries and results with their strides; ``pages``: see ``_pages``; ``table``: the block table, its
+        stride and the lengths. ``key`` is the launcher's.
+        """
+        resources = self.ctx.resources
+        grid = (self._splits + count) * self._head_blocks
+        partial, counters = (resources.get(name) for name in (self._partial_key, self._counters_key))
+        more = (count, partial.view(torch.float32), counters.view(torch.int32))
+        self._launch(self.decodes[scan_size(count)], key, grid, (*rows, *pages, *table), *more)
 
     def _launch(self, cut: _Cut, key: Any, grid: int, alike: tuple[Any, ...], *more: Any) -> None:
         def launch(num_stages: int) -> None:
