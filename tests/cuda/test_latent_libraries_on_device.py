@@ -1,4 +1,4 @@
-"""Latent attention of FlashInfer and FlashMLA on a device."""
+"""Latent attention of FlashInfer, FlashMLA and the plugin's own kernel for Hopper, on a device."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hardpoint.reference.latent_attention import ReferenceLatentAttention
 from hardpoint_cuda.flash_mla import FlashMlaAttention
 from hardpoint_cuda.flash_mla_sparse import FlashMlaSparse, FlashMlaSparse8Bit
 from hardpoint_cuda.flashinfer_latent import FlashInferLatentAttention
+from hardpoint_cuda.hopper_latent import HopperLatentAttention
 from hardpoint_cuda.platform import CudaPlatform
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LatentBackend, LatentCall, LatentSpec
 from tests.support.attention import MIXED, Piece
@@ -33,6 +34,7 @@ SPEC = LatentSpec(128, 512, 64, 0.1, "bfloat16", "bfloat16", 64)
 DENSE = [
     pytest.param(FlashInferLatentAttention, marks=needs_flashinfer, id="flashinfer"),
     pytest.param(FlashMlaAttention, marks=needs_flash_mla, id="flash_mla"),
+    pytest.param(HopperLatentAttention, id="hopper"),
 ]
 STEPS: dict[str, tuple[Piece, ...]] = {
     "mixed": MIXED,
@@ -56,6 +58,8 @@ def on_device(platform: CudaPlatform, kind: type[LatentBackend], spec: LatentSpe
     """``kind`` in a context of its own, over the resources of the one that it is given. Skips where it is refused."""
     if reasons := kind.supports(spec.workload(), platform.info):
         pytest.skip(str(reasons[0]))
+    if kind is HopperLatentAttention and platform.info.arch != "sm_90":
+        pytest.skip("a kernel for sm_90")
 
     class OnDevice(kind):  # type: ignore[misc, valid-type]  # a class that is given
         def __init__(self, ctx: Any, spec: LatentSpec) -> None:
@@ -77,6 +81,24 @@ def test_steps_match_the_reference(platform: CudaPlatform, kind: type[LatentBack
     spec = replace(SPEC, num_heads=heads)
     out = run_latent_backend(on_device(platform, kind, spec), spec, STEPS[step], device="cuda")
     agree(out, run_latent_backend(ReferenceLatentAttention, spec, STEPS[step]))
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_size", "dtype"),
+    [(64, 16, "float16"), (128, 32, "bfloat16"), (192, 128, "bfloat16"), (64, 64, "float16")],
+)
+@pytest.mark.parametrize("step", ["mixed", "edges", "splits"])
+def test_pages_and_heads_of_the_kernel_for_hopper(
+    platform: CudaPlatform, step: str, heads: int, block_size: int, dtype: str
+) -> None:
+    """Contexts that end in, behind and before a block of 64; whole ones beside ones that are split."""
+    steps = STEPS | {
+        "edges": tuple(Piece(1, length) for length in (1, 2, 63, 64, 65, 127, 128, 129, 1000, 4095)),
+        "splits": (Piece(1, 9000), Piece(1, 31), Piece(1, 4096)),
+    }
+    spec = replace(SPEC, num_heads=heads, block_size=block_size, dtype=dtype, kv_dtype=dtype)
+    out = run_latent_backend(on_device(platform, HopperLatentAttention, spec), spec, steps[step], device="cuda")
+    agree(out, run_latent_backend(ReferenceLatentAttention, spec, steps[step]))
 
 
 @needs_flash_mla

@@ -49,9 +49,10 @@ class Job:
     """One variant of a kernel, ``module:function``, for one target.
 
     ``signature`` says of what type each parameter is that is no constexpr, as Triton writes it ("*bf16", "i64",
-    "fp32"), and constexprs by name what they are. An argument whose type ends in ":16" is a multiple of 16; pointers
-    always are, unless they end in ":1". None as a pointer stands among the constexprs. A kernel with a parameter BEGIN
-    is compiled as it is launched on the target: on sm_90 and later while what comes before it still ends.
+    "fp32"), and constexprs by name what they are. Gluon's descriptors are "tensordesc<...>". An argument whose type
+    ends in ":16" is a multiple of 16; pointers always are, unless they end in ":1". None as a pointer stands among the
+    constexprs. A kernel with a parameter BEGIN is compiled as it is launched on the target: on sm_90 and later while
+    what comes before it still ends.
     """
 
     kernel: str
@@ -85,7 +86,7 @@ def compile_kernels(jobs: Sequence[Job], seconds: float = 120.0) -> list[Compile
 
     Triton keeps its results, by the kernels' sources, options and compilers, in a folder that outlives sessions. Raises
     AssertionError with the compiler's own words where one does not compile, or where one that may be launched early
-    touches memory before it has waited.
+    touches memory before it has waited. Gluon's parts stand in an order of their own, so that this is not seen there.
     """
     with tempfile.TemporaryDirectory() as folder:
         order = Path(folder) / "jobs.json"
@@ -138,6 +139,7 @@ def _compile(job: Job) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, _, name = job.kernel.partition(":")
     kernel = getattr(importlib.import_module(module), name)
@@ -152,6 +154,7 @@ def _compile(job: Job) -> dict[str, Any]:
 
         constexprs["BEGIN"] = OVERLAP.begin
         options |= OVERLAP.options
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.arg_names):
         if parameter in constexprs:
@@ -163,7 +166,7 @@ def _compile(job: Job) -> dict[str, Any]:
             attributes[(number,)] = [["tt.divisibility", 16]]
     target = GPUTarget("cuda", int(job.target[3:]), 32) if nvidia else GPUTarget("hip", job.target, 64)
     compiled = triton.compile(
-        ASTSource(kernel, signature, constexprs, attributes),
+        source(kernel, signature, constexprs, attributes),
         target=target,
         options=options,
     )
@@ -173,7 +176,8 @@ def _compile(job: Job) -> dict[str, Any]:
         steps = _STEPS.findall(before)
         reads = job.kernel.partition(":")[2] in READ_FIRST
         assert wait, f"{job.kernel} does not wait"
-        assert all(reads and step.startswith("ld.global") for step in steps), f"{job.kernel} does not wait for {steps}"
+        waits = kernel.is_gluon() or all(reads and step.startswith("ld.global") for step in steps)
+        assert waits, f"{job.kernel} does not wait for {steps}"
     measured = _of_cubin(compiled.asm["cubin"]) if nvidia else _of_amdgcn(assembly)
     return {**measured, "shared": compiled.metadata.shared, "assembly": assembly}
 
