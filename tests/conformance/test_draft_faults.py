@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.conformance.families.draft_steps import DRAFTED
 from hardpoint.conformance.families.layers import LayerTrials
+from hardpoint.conformance.families.models import ModelTrials
 from hardpoint.conformance.families.step_memory import kept_rows, num_refused
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.context import Context
-from hardpoint.layers import PluggableLayer
+from hardpoint.layers import CausalLM, CausalLMArgs, PluggableLayer
 from hardpoint.layers.gated_delta_net import GatedDeltaNet
 from hardpoint.layers.kimi_delta import KimiDeltaAttention
 from hardpoint.layers.linear_attention import LinearAttention
 from hardpoint.layers.mamba2 import Mamba2
 from hardpoint.layers.states import Part, ShortConvolution, StateMetadata, StatePlanner
+from hardpoint.models.nemotron_h import nemotron_h
 from hardpoint_plugin_api import AttentionBatch
 from tests.conformance.trying import first_failure, subject
 
@@ -217,6 +220,35 @@ def test_a_layer_that_does_not_claim_it_is_not_tried(site: Site) -> None:
     assert {str(finding.unsupported) for finding in drafted} == {"Forgets.keeps_drafts is False"}
     assert {finding.outcome for case, finding in found if "/tokens-" in case} >= {"passed"}
     assert not [finding.faults for _, finding in found if finding.faults]
+
+
+def ignoring_drafts(config: HFConfig) -> CausalLMArgs:
+    """Nemotron-H, built as for an engine without drafts."""
+
+    class Ignoring(CausalLMArgs):
+        def build(self, ctx: Context) -> CausalLM:
+            plain = ctx.config.model_copy(update={"num_speculative_tokens": 0})
+            return super().build(replace(ctx, config=plain))
+
+    return Ignoring(**vars(nemotron_h(config)))
+
+
+def _model(site: Site, target: object) -> Subject:
+    return subject(site, target, "model", "NemotronHForCausalLM", "nemotron_h")
+
+
+def test_a_model_that_ignores_drafts_is_caught_by_drafts(site: Site) -> None:
+    caught = first_failure(_model(site, ignoring_drafts), ModelTrials(), "plain", Plan())
+    assert caught
+    assert caught.check == "drafts", str(caught)
+
+
+def test_a_model_that_does_not_claim_it_is_not_tried(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StatePlanner, "keeps_drafts", False)
+    trial = next(ModelTrials().trials(_model(site, nemotron_h), Plan()))
+    found = dict(trial.run())
+    assert str(found["drafts"].unsupported) == "StatePlanner.keeps_drafts is False"
+    assert {finding.outcome for check, finding in found.items() if check != "drafts"} == {"passed"}
 
 
 @pytest.mark.parametrize("most", DRAFTED)

@@ -215,7 +215,7 @@ class StepPlanner:
     upper bounds; with such a planner, a step waits until the previous step's drafts are counted. ``keeps_drafts``: of a
     cache of retention ``Latest``, a step may begin behind any of the last 1 + k tokens of the step before it, where k
     is the most drafts of a request; without it, models with such a layer are refused drafts. ``hardpoint conform``
-    tries this claim of layers, with k of 1 and 3.
+    tries this claim of layers and models, with k of 1 and 3.
     """
 
     capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER

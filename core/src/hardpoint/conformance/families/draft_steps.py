@@ -1,4 +1,4 @@
-"""Steps that verify drafts and refuse some: what layers that use a cache go through beside plain steps."""
+"""Steps that verify drafts and refuse some: what layers and models with a cache go through beside plain steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from hardpoint.conformance.families.step_memory import Pieces
 from hardpoint.conformance.families.steps import Piece
+from hardpoint.context import Context
+from hardpoint_plugin_api import Reason
 
 
 def _steps_with_drafts(most: int) -> Pieces:
@@ -39,3 +41,10 @@ def _steps_with_drafts(most: int) -> Pieces:
 
 DRAFTED: Mapping[int, Pieces] = {most: _steps_with_drafts(most) for most in (1, 3)}
 """By the most drafts of a request: steps that take some back."""
+
+
+def why_no_drafts(ctx: Context) -> Reason | None:
+    """Why what was built with ``ctx`` is not asked to take drafts back: a planner of states does not claim that."""
+    states = (user for user in ctx.cache_users.users if user.spec.retention.per_sequence)
+    planner = next((type(user.planner).__name__ for user in states if not user.planner.keeps_drafts), None)
+    return None if planner is None else Reason("drafts", f"{planner}.keeps_drafts is False")

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from hardpoint.conformance.checks import kernel_checks
-from hardpoint.conformance.families.draft_steps import DRAFTED
+from hardpoint.conformance.families.draft_steps import DRAFTED, why_no_drafts
 from hardpoint.conformance.families.layer_kinds import KINDS, Inputs, LayerKind
 from hardpoint.conformance.families.step_memory import Pieces, StepMemory, kept_rows, num_found, rows_of
 from hardpoint.conformance.families.steps import Piece
@@ -100,18 +100,12 @@ def _unless_refused(probe: LayerProbe, title: str, checks: Sequence[Check]) -> T
             probe.layer  # noqa: B018  # constructed on first use
         except HardpointError as error:
             return Finding.not_claimed("refused", str(error))
-        if probe.num_drafts and (planner := _forgets_drafts(probe.context)):
-            return Finding.not_claimed("drafts", f"{planner}.keeps_drafts is False")
+        if probe.num_drafts and (reason := why_no_drafts(probe.context)):
+            return Finding(unsupported=reason)
         return check.run()
 
     guarded = [Check(c.name, partial(unless_refused, c), c.decisive) for c in checks]
     return Trial(title, guarded, workload=probe.workload)
-
-
-def _forgets_drafts(ctx: Context) -> str | None:
-    """The planner of a state from which drafts cannot be taken back, if a layer that was built with ``ctx`` has one."""
-    states = (user for user in ctx.cache_users.users if user.spec.retention.per_sequence)
-    return next((type(user.planner).__name__ for user in states if not user.planner.keeps_drafts), None)
 
 
 class LayerProbe:

@@ -19,8 +19,9 @@ import torch
 
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
+from hardpoint.conformance.families.draft_steps import DRAFTED, why_no_drafts
 from hardpoint.conformance.families.model_samples import ModelSample, Reference, transformers_samples
-from hardpoint.conformance.families.step_memory import StepMemory
+from hardpoint.conformance.families.step_memory import StepMemory, num_found, rows_of
 from hardpoint.conformance.families.steps import Piece
 from hardpoint.conformance.memory import equal_bits
 from hardpoint.conformance.plan import Plan
@@ -42,6 +43,7 @@ _OF_ANY = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "Cohere2ForCausalLM")
 """Architectures by which an implementation of any is tried: a plain one, a mixture, and one with other norms."""
 _PROMPT, _GREEDY = 41, 8
 _CUTS = ((41,), (16, 16, 9), (1, 7, 8, 24, 1), (33, *(1,) * 8))
+_MOST_DRAFTS = max(DRAFTED)
 _BATCH = ((1, 19, 5, 16), (1, 1, 1, 1), (2, 2, 2, 2))
 """Tokens of each request in each step, decodes first."""
 
@@ -62,7 +64,7 @@ class ModelTrials:
         """Each sample of the architecture."""
         of = str(subject.offer.contribution.of)
         workload = ModelWorkload(of=of, dtype=_DTYPE)
-        for sample in self._of(of):
+        for number, sample in enumerate(self._of(of)):
             if reason := subject.refuses(workload):
                 yield Trial(sample.name, unsupported=reason, workload=workload)
                 continue
@@ -74,6 +76,8 @@ class ModelTrials:
                 Check("batch", probe.batch),
                 Check("greedy", probe.greedy),
             ]
+            if plan.includes(0, number):
+                checks.append(Check("drafts", probe.drafts))
             if Feature.BATCH_INVARIANT in subject.features:
                 checks.append(Check("batch-invariant", probe.batch_invariant))
             yield Trial(sample.name, checks, workload=workload)
@@ -113,12 +117,18 @@ class ModelProbe:
         """The model, with parts that are batch invariant."""
         return self._open(batch_invariant=True)
 
-    def _open(self, *, batch_invariant: bool = False) -> _Opened:
+    @cached_property
+    def _drafted(self) -> _Opened:
+        """The model, as an engine builds it that verifies drafts."""
+        return self._open(num_drafts=_MOST_DRAFTS)
+
+    def _open(self, *, batch_invariant: bool = False, num_drafts: int = 0) -> _Opened:
         site = self.subject.site
         with tempfile.TemporaryDirectory(prefix="hardpoint-sample-") as name:
             folder = Path(name)
             reference = self.sample.write(folder, self.seed % 2**31)
-            config, ctx = HFConfig.read(folder), site.context(_DTYPE, batch_invariant=batch_invariant)
+            config = HFConfig.read(folder)
+            ctx = site.context(_DTYPE, batch_invariant=batch_invariant, num_drafts=num_drafts)
             opened = _Opened(reference, config.text.integer("vocab_size"), ctx)
             try:
                 model: object = ChosenModel.of(self.subject.offer, self.subject.target, config).build(ctx)
@@ -169,7 +179,8 @@ class ModelProbe:
         return [torch.cat(rows) for rows in found]
 
     def _judged(self, where: str, ids: Sequence[int], actual: torch.Tensor) -> Comparison:
-        own, truth = (self._opened.reference(ids, dtype) for dtype in (torch.float32, torch.float64))
+        """``actual`` [T, vocab]: the logits of the last T of ``ids``."""
+        own, truth = (self._opened.reference(ids, dtype)[-len(actual) :] for dtype in (torch.float32, torch.float64))
         return compare(where, actual, own, truth, ERRORS, self.subject.site.device)
 
     def values(self) -> Finding:
@@ -222,3 +233,21 @@ class ModelProbe:
             if row[best] - row[token] > 2 * limit:
                 return Finding.failed("greedy", f"token {at}", f"is {token}, the reference's likeliest is {best}")
         return Finding()
+
+    @torch.inference_mode()
+    def drafts(self) -> Finding:
+        """``drafts``: requests of which drafts are refused have the logits that they have without these drafts."""
+        opened, device, pieces = self._drafted, self.subject.site.device, DRAFTED[_MOST_DRAFTS]
+        if opened.error:
+            return Finding.not_claimed("refused", str(opened.error))
+        if reason := why_no_drafts(opened.ctx):
+            return Finding(unsupported=reason)
+        ids = self._ids(sum(piece.query for step in pieces for piece in step))
+        tokens, logits, found = torch.tensor(ids, device=device), [], Comparison()
+        for rows, step in StepMemory(opened.ctx, device, pieces).steps():
+            logits.append(opened.model.logits(opened.model.hidden(tokens[rows], step)).clone())
+        whole = torch.cat(logits)
+        for number, rows_of_one in enumerate(rows_of(pieces)):
+            own = torch.tensor(rows_of_one[num_found(pieces, number) :], device=device)
+            found.add(self._judged(f"request {number}", [ids[row] for row in rows_of_one], whole[own]))
+        return Finding.of(found)
