@@ -16,15 +16,18 @@ def _steps_with_drafts(most: int) -> Pieces:
     Requests: one that is mostly without drafts; one whose prompt is one token; one that goes on to another block by
     drafts that are refused; one whose prompt is in two chunks, the second with drafts; one that begins with what the
     first left. Each goes on from behind its first, last and other tokens, in steps of drafts alone and beside prompts
-    and plain decodes. The last step reads every state.
+    and plain decodes, and one pauses behind drafts that are refused. The last step reads every state.
+
+    No step has a multiple of 16 tokens. Rows of padding may be NaN, and torch's ``linear`` in bfloat16 lets that into
+    the row before, where this is the 16th and has an odd number of columns (torch 2.13 on a CPU with AMX).
     """
     n, none = 1 + most, (0, 0)
     steps = (  # tokens of each request, and how many of them stay
         ((16, 16), none, (13 - 2 * n, 13 - 2 * n), (9, 9), none),
         ((1, 1), none, (n, 1), (11, 11 - most), (4, 4)),
-        ((n, n), none, (n, 2), (n, 1), (n, most)),
-        ((1, 1), none, (n, n), none, (n, 1)),
-        ((n, 1), none, (n, 1), (n, n), (n, n)),
+        ((n, n), none, (n, 2), none, (n, most)),
+        ((1, 1), none, (n, n), (n, 1), (n, 1)),
+        ((n, 1), none, (n, 1), none, (n, n)),
         ((1, 1), (1, 1), (n, 1), (n, 2), (n, 1)),
         ((1, 1),) * 5,
         ((n, n), (n, 1), (n, n), (n, 1), (n, 2)),
