@@ -24,11 +24,16 @@ template <int largest>
 constexpr std::int64_t kCodePanels = largest == 15 ? 4 * kTilePanels : kBytePanels;
 
 // Rows of x that are multiplied together.
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 constexpr int kCodeRows = 8;
 #else
 constexpr int kCodeRows = 4;
 #endif
+
+// Vectors of a panel's rows that are multiplied at once: few rows of x leave registers for all of them, and then the
+// panel is read once, in order, as the memory gives it.
+template <int rows>
+constexpr int kPartsTogether = rows * kVectors <= 8 ? kVectors : 1;
 
 // Of x, in a block; more are multiplied by tiles, where there are any.
 constexpr int kMostCodeRows = 16;
@@ -58,14 +63,51 @@ struct BlockScales {
     const float16* outer_minima;
     std::int64_t k, group, outer_columns, zero, is_signed;
 
-    Floats scale(std::int64_t panel, std::int64_t g, int j) const {
-        return level(inner, outer, is_signed, panel, g, j);
+    // Those of one panel, whose groups are counted from 0: nothing is divided for each of them. A block is what an outer
+    // scale is for, which is one group where there is one level.
+    struct OfPanel {
+        const std::uint8_t* inner;
+        const float16* outer;
+        const std::uint8_t* inner_minima;
+        const float16* outer_minima;
+        bool is_signed;
+        float zero;
+
+        // The scales of kLanes rows.
+        struct Level {
+            Floats outer, outer_minimum;
+        };
+        Level block(std::int64_t b, int j) const {
+            const std::int64_t at = b * kPanelRows + j * kLanes;
+            return {load(outer + at), outer_minima ? load(outer_minima + at) : Floats{}};
+        }
+        Floats scale(const Level& block, std::int64_t g, int j) const { return within(block.outer, inner, is_signed, g, j); }
+        // The factor of a sum of activations, where `taken_off` is off the codes already.
+        Floats offset(const Level& block, std::int64_t g, int j, Floats scale, int taken_off = 0) const {
+            const Floats of_zero = scale * (static_cast<float>(taken_off) - zero);
+            return outer_minima ? of_zero + within(block.outer_minimum, inner_minima, false, g, j) : of_zero;
+        }
+
+      private:
+        static Floats within(Floats outer, const std::uint8_t* in, bool with_sign, std::int64_t g, int j) {
+            if (!in) return outer;
+            const std::uint8_t* from = in + g * kPanelRows + j * kLanes;
+            if (with_sign) return outer * load(reinterpret_cast<const std::int8_t*>(from));
+            return outer * __builtin_convertvector(bits_as<Ints>(widen(load_raw<Bytes>(from))), Floats);
+        }
+    };
+    OfPanel panel(std::int64_t p) const {
+        const std::int64_t narrow = p * (k / group) * kPanelRows, wide = p * (k / outer_columns) * kPanelRows;
+        return {
+            inner ? inner + narrow : nullptr,
+            outer + wide,
+            inner_minima ? inner_minima + narrow : nullptr,
+            outer_minima ? outer_minima + wide : nullptr,
+            is_signed != 0,
+            static_cast<float>(zero),
+        };
     }
-    // The factor of a sum of activations, where `taken_off` is off the codes already.
-    Floats offset(std::int64_t panel, std::int64_t g, int j, Floats scale, int taken_off = 0) const {
-        const Floats of_zero = scale * static_cast<float>(taken_off - zero);
-        return outer_minima ? of_zero + level(inner_minima, outer_minima, false, panel, g, j) : of_zero;
-    }
+    std::int64_t groups_in_block() const { return outer_columns / group; }
 
     // Those of the weight `count` weights of `panels` panels behind this one.
     BlockScales behind(std::int64_t count, std::int64_t panels) const {
@@ -77,18 +119,6 @@ struct BlockScales {
         found.inner_minima = inner_minima ? inner_minima + narrow : nullptr;
         found.outer_minima = outer_minima ? outer_minima + wide : nullptr;
         return found;
-    }
-
-  private:
-    Floats level(
-        const std::uint8_t* in, const float16* out, bool with_sign, std::int64_t panel, std::int64_t g, int j
-    ) const {
-        const std::int64_t wide = k / outer_columns, at = g * group / outer_columns;
-        const Floats d = load(out + (panel * wide + at) * kPanelRows + j * kLanes);
-        if (!in) return d;
-        const std::uint8_t* from = in + (panel * (k / group) + g) * kPanelRows + j * kLanes;
-        if (with_sign) return d * load(reinterpret_cast<const std::int8_t*>(from));
-        return d * __builtin_convertvector(bits_as<Ints>(widen(load_raw<Bytes>(from))), Floats);
     }
 };
 
@@ -176,6 +206,8 @@ struct CodeSums {
 #endif
         const BlockShorts products = multiply_pairs(codes, x);
         narrow = number % most ? narrow + products : products;
+        // Sums in this order: GCC would put them off, and write the products of all rows to memory meanwhile.
+        asm("" : "+x"(narrow));
         if constexpr (number % most == most - 1) wide = number < most ? add_pairs(narrow) : wide + add_pairs(narrow);
     }
     template <int count>
@@ -206,10 +238,12 @@ inline void widen_codes(
     bfloat16* to
 ) {
     constexpr int step = kStepColumns<largest>;
+    const BlockScales::OfPanel of_panel = scales.panel(p);
     for (std::int64_t c = first; c < first + columns; c += scales.group) {
-        const std::int64_t g = c / scales.group;
+        const std::int64_t g = c / scales.group, b = c / scales.outer_columns;
         for (int j = 0; j < kVectors; ++j) {
-            const Floats scale = scales.scale(p, g, j), offset = scales.offset(p, g, j, scale);
+            const auto block = of_panel.block(b, j);
+            const Floats scale = of_panel.scale(block, g, j), offset = of_panel.offset(block, g, j, scale);
             for (std::int64_t s = 0; s < scales.group / step; ++s) {
                 const std::int64_t at = c / step + s;
                 const auto words = load_raw<Words>(panel + at * kWordBytes * kPanelRows + j * HARDPOINT_VECTOR_BYTES);
@@ -325,36 +359,50 @@ struct CodeWeight {
             of_x.sums[r] = call.sums + row * (k / group);
         }
         Sums sums[rows];
-        for (int j = 0; j < kVectors; ++j) multiply_part<group, rows>(sums, p, j, of_x);
+        constexpr int together = kPartsTogether<rows>;
+        for (int j = 0; j < kVectors; j += together) multiply_parts<group, rows, together>(sums, p, j, of_x);
         for (int r = 0; r < rows; ++r) call.finish(call.of, first_row + r, sums[r], p * kPanelRows);
     }
 
-    // kLanes rows of a panel, so that all sums stay in registers.
-    template <int group, int rows>
-    [[gnu::noinline]] void multiply_part(Sums (&results)[rows], std::int64_t p, int j, const CodeRows<rows>& x) const {
-        const std::int64_t k = scales.k, groups = k / group, step = code_panel_size<largest>(k) / groups;
-        const std::uint8_t* panel = codes + p * code_panel_size<largest>(k) + j * HARDPOINT_VECTOR_BYTES;
+    // `parts` times kLanes rows of a panel from part `first` on, so that all sums stay in registers.
+    template <int group, int rows, int parts>
+    [[gnu::noinline]] void multiply_parts(
+        Sums (&results)[rows], std::int64_t p, int first, const CodeRows<rows>& x
+    ) const {
+        constexpr std::int64_t step = group / kStepColumns<largest> * kWordBytes * kPanelRows;
+        const std::int64_t k = scales.k, groups_in_block = scales.groups_in_block(), groups = k / group;
+        const BlockScales::OfPanel of_panel = scales.panel(p);
+        const std::uint8_t* panel = codes + p * code_panel_size<largest>(k) + first * HARDPOINT_VECTOR_BYTES;
         const std::int8_t* from[rows];
-        Floats sums[rows];
+        Floats sums[parts][rows];
         unrolled<rows>([&](auto r) __attribute__((always_inline)) {
             from[r] = x.codes[r];
-            sums[r] = Floats{};
+            unrolled<parts>([&](auto j) __attribute__((always_inline)) { sums[j][r] = Floats{}; });
         });
-        for (std::int64_t g = 0; g < groups; ++g, panel += step) {
-            if (j == 0) {
-                for (std::int64_t at = 0; at < step; at += 64) fetch<kFetchAheadInOrder>(panel + at);
+        for (std::int64_t b = 0, g = 0; g < groups; ++b) {
+            BlockScales::OfPanel::Level block[parts];
+            unrolled<parts>([&](auto j) __attribute__((always_inline)) { block[j] = of_panel.block(b, first + j); });
+            for (const std::int64_t end = g + groups_in_block; g < end; ++g, panel += step) {
+                if (first == 0) {
+                    for (std::int64_t at = 0; at < step; at += 64) fetch<kFetchAheadInOrder>(panel + at);
+                }
+                unrolled<parts>([&](auto j) __attribute__((always_inline)) {
+                    Ints totals[rows];
+                    multiply_codes<largest, group, rows>(totals, from, panel + j * HARDPOINT_VECTOR_BYTES);
+                    const Floats scale = of_panel.scale(block[j], g, first + j);
+                    const Floats offset = of_panel.offset(block[j], g, first + j, scale, kCodeOffset<largest>);
+                    unrolled<rows>([&](auto r) __attribute__((always_inline)) {
+                        const float x_scale = x.scales[r][g * group / kBlockGroup];
+                        sums[j][r] += scale * x_scale * __builtin_convertvector(totals[r], Floats);
+                        sums[j][r] += offset * x.sums[r][g];
+                    });
+                });
+                unrolled<rows>([&](auto r) __attribute__((always_inline)) { from[r] += group; });
             }
-            Ints totals[rows];
-            multiply_codes<largest, group, rows>(totals, from, panel);
-            const Floats scale = scales.scale(p, g, j), offset = scales.offset(p, g, j, scale, kCodeOffset<largest>);
-            unrolled<rows>([&](auto r) __attribute__((always_inline)) {
-                from[r] += group;
-                const float x_scale = x.scales[r][g * group / kBlockGroup];
-                sums[r] += scale * x_scale * __builtin_convertvector(totals[r], Floats);
-                sums[r] += offset * x.sums[r][g];
-            });
         }
-        unrolled<rows>([&](auto r) __attribute__((always_inline)) { results[r].v[j] = sums[r]; });
+        unrolled<rows>([&](auto r) __attribute__((always_inline)) {
+            unrolled<parts>([&](auto j) __attribute__((always_inline)) { results[r].v[first + j] = sums[j][r]; });
+        });
     }
 };
 
@@ -477,10 +525,12 @@ struct UnpackBlocks {
         const Rows mine(chunk, rows_per_chunk(k), count);
         for (auto i = mine.first; i < mine.last; ++i) {
             const std::int64_t row = ids ? ids[i] : i, panel = row / kPanelRows;
+            const BlockScales::OfPanel of_panel = scales.panel(panel);
             const int within = static_cast<int>(row % kPanelRows), j = within / kLanes, lane = within % kLanes;
             for (std::int64_t g = 0; g < k / group; ++g) {
-                const Floats each = scales.scale(panel, g, j);
-                const float scale = each[lane], minimum = scales.offset(panel, g, j, each)[lane];
+                const auto block = of_panel.block(g * group / outer_columns, j);
+                const Floats each = of_panel.scale(block, g, j);
+                const float scale = each[lane], minimum = of_panel.offset(block, g, j, each)[lane];
                 for (std::int64_t c = g * group; c < (g + 1) * group; ++c) {
                     const int number = code(panel, within, c) - static_cast<int>(zero);
                     out[i * k + c] = round_to<T>(static_cast<float>(number) * scale + minimum);
