@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Literal
 
 from hardpoint_plugin_api import requests
@@ -50,7 +51,13 @@ class Family:
         In a family with ``kinds``: workloads of ``of``, or of any kind for None.
         """
         kinds = self.kinds if self.kinds and of is None else (self.workload_of(of),)
-        return any(key in {f.name for f in fields(kind)} for kind in kinds)
+        return any(key in _field_names(kind) for kind in kinds)  # type: ignore[arg-type]  # classes are hashable
+
+
+@cache
+def _field_names(workload: type[requests.Workload]) -> frozenset[str]:
+    """The fields of ``workload``, which each requirement of each manifest is held against."""
+    return frozenset(field.name for field in fields(workload))
 
 
 _ALL = (

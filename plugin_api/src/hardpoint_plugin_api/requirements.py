@@ -371,7 +371,7 @@ def _numbers(value: object) -> tuple[int, ...]:
 def _package(value: object) -> Requirement:
     texts = _texts(value)
     for text in texts:
-        PackageSpec(text)
+        _package_spec(text)
     return PackageRequirement(texts)
 
 
