@@ -5,7 +5,7 @@ Axes: T tokens, n hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -48,8 +48,8 @@ class LayerKind:
     ``variations`` are constructor arguments by name; ``draw(args, tokens, generator)`` makes inputs, float32 on the
     host; ``forward(layer, inputs, steps)`` calls it. ``pieces`` are the steps of a layer that uses a cache, such as
     ``STEPS``: its results are [T, ...], and what the default layer gives for each request by itself, in one step, is
-    right. ``weights(args)`` are those that must not be random, by the path of their slot. ``mutates`` and ``aliases``
-    are what the layer's contract allows.
+    right. ``without_drafts`` are the variations that take no steps with drafts. ``weights(args)`` are those that must
+    not be random, by the path of their slot. ``mutates`` and ``aliases`` are what the layer's contract allows.
     """
 
     variations: Mapping[str, Any]
@@ -58,6 +58,7 @@ class LayerKind:
     weights: Callable[[Any], Mapping[str, torch.Tensor]] = lambda args: {}
     tokens: Sequence[int] = (1, 7, 33)
     pieces: Pieces = ()
+    without_drafts: Collection[str] = ()
     aliases: frozenset[tuple[int, str]] = frozenset()
 
 
@@ -252,6 +253,7 @@ KINDS: dict[str, LayerKind] = {
         step_by_step,
         tokens=(NUM_STEP_TOKENS,),
         pieces=STEPS,
+        without_drafts=("sparse",),  # see sparse_indexer
     ),
     "sparse_indexer": LayerKind(
         {
@@ -264,6 +266,8 @@ KINDS: dict[str, LayerKind] = {
         _lists_step_by_step,
         tokens=(NUM_STEP_TOKENS,),
         pieces=STEPS,
+        # Nearly equal scores are ordered by their roundings: each further row may be a false alarm.
+        without_drafts=("plain", "interleaved", "odd", "all"),
     ),
     "linear_attention": LayerKind(
         {

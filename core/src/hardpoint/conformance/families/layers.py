@@ -66,9 +66,10 @@ class LayerTrials:
                 for tokens in kind.tokens:
                     yield _forward_trial(LayerProbe(subject, kind, dtype, name, tokens), plan, number)
                     number += 1
-        if not kind.pieces or not dtypes:
+        drafted = [name for name in kind.variations if kind.pieces and name not in kind.without_drafts]
+        if not drafted or not dtypes:
             return
-        factors = {"dtype": dtypes, "variation": tuple(kind.variations), "num_drafts": tuple(DRAFTED)}
+        factors = {"dtype": dtypes, "variation": drafted, "num_drafts": tuple(DRAFTED)}
         for trial, row in enumerate(plan.combinations(factors), number):
             yield _forward_trial(LayerProbe(subject, kind, **row), plan, trial)
 
