@@ -145,7 +145,7 @@ def test_a_down_projection_of_another_type_stays_in_its_blocks(
 
 
 def test_experts_of_two_types_take_the_memory_of_the_file(tmp_path: Path) -> None:
-    """Six bits take a byte, so somewhat more; numbers of 16 bits would take three times as much."""
+    """Without compiled kernels six bits take a byte. Numbers of 16 bits would take three times as much."""
     metadata, stored, _ = widened(Container.read(FIXTURES / "qwen3moe.gguf"))
     for seed, name in enumerate(n for n in list(stored) if n.split(".")[-2] in EXPERTS):
         stored[name], _ = drawn_blocks("Q6_K" if "down" in name else "Q4_K", tuple(stored[name].shape), seed)

@@ -7,7 +7,8 @@
 // so that neither zero nor minimum costs anything for each element.
 //
 // Codes of a panel (see panels.h) come in words of four bytes for each row, 64 bytes for all 16: four columns as bytes,
-// or eight as nibbles, of which byte b has column b low and column 4 + b high.
+// or eight as nibbles, of which byte b has column b low and column 4 + b high. Codes of six bits come 16 columns at a
+// time: two words of nibbles, then one whose byte b has the upper two bits of columns b, 4 + b, 8 + b and 12 + b.
 #pragma once
 
 #include "../task.h"
@@ -38,9 +39,12 @@ constexpr int kPartsTogether = rows * kVectors <= 8 ? kVectors : 1;
 // Of x, in a block; more are multiplied by tiles, where there are any.
 constexpr int kMostCodeRows = 16;
 
-// Columns in 64 bytes of a panel. `largest` is that of the codes: up to 15 they are nibbles.
+// Columns that a step of a panel has, and its words for each row. `largest` is that of the codes: 15, 63 or 255.
 template <int largest>
-constexpr int kStepColumns = largest == 15 ? 8 : 4;
+constexpr int kStepColumns = largest == 15 ? 8 : largest == 63 ? 16 : 4;
+template <int largest>
+constexpr int kStepWords = largest == 63 ? 3 : 1;
+constexpr int kWordStride = kWordBytes * kPanelRows;  // from a word of a step to the next, of the same row
 // Taken off codes before they are multiplied: bytes are multiplied as signed numbers where an instruction takes signs.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 template <int largest>
@@ -51,7 +55,7 @@ constexpr int kCodeOffset = 0;
 #endif
 template <int largest>
 inline std::int64_t code_panel_size(std::int64_t k) {
-    return k / kStepColumns<largest> * kWordBytes * kPanelRows;
+    return k / kStepColumns<largest> * kStepWords<largest> * kWordStride;
 }
 
 // One operand of weights: see the top. Scales and minima [panels, columns / block, 16]; the inner ones are null where
@@ -163,6 +167,27 @@ inline Words rounded_pair(Floats first, Floats second) {
 
 inline Words spread(const std::int8_t* four) { return Words{} + load_raw<std::uint32_t>(four); }
 
+// Call f(std::integral_constant<int, i>, codes) for each four columns of a step, 4 * i and on, as bytes.
+template <int largest, typename F>
+[[gnu::always_inline]] inline void for_each_word(const std::uint8_t* step, F&& f) {
+    if constexpr (largest == 255) {
+        f(std::integral_constant<int, 0>{}, load_raw<Words>(step));
+        return;
+    }
+    constexpr int count = kStepColumns<largest> / kWordBytes;
+    Words nibbles, upper;
+    if constexpr (largest == 63) upper = load_raw<Words>(step + 2 * kWordStride);
+    unrolled<count>([&](auto i) __attribute__((always_inline)) {
+        if constexpr (i % 2 == 0) nibbles = load_raw<Words>(step + i / 2 * kWordStride);
+        Words codes = (i % 2 == 0 ? nibbles : nibbles >> 4) & 0x0f0f0f0fu;
+        if constexpr (largest == 63) {  // to bits 4 and 5
+            constexpr int left = i < 2 ? 4 - 2 * i : 0, right = i < 2 ? 0 : 2 * i - 4;
+            codes |= upper << left >> right & 0x30303030u;
+        }
+        f(i, codes);
+    });
+}
+
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 typedef std::int16_t BlockShorts __attribute__((vector_size(HARDPOINT_VECTOR_BYTES)));
 
@@ -245,19 +270,17 @@ inline void widen_codes(
             const auto block = of_panel.block(b, j);
             const Floats scale = of_panel.scale(block, g, j), offset = of_panel.offset(block, g, j, scale);
             for (std::int64_t s = 0; s < scales.group / step; ++s) {
-                const std::int64_t at = c / step + s;
-                const auto words = load_raw<Words>(panel + at * kWordBytes * kPanelRows + j * HARDPOINT_VECTOR_BYTES);
+                const std::int64_t at = (c / step + s) * kStepWords<largest> * kWordStride;
                 bfloat16* pairs = to + (c - first + s * step) * kPanelRows + j * 2 * kLanes;
-                unrolled<step / 2>([&](auto pair) {
-                    // Nibbles: columns 0 to 3 are the low ones of a word's bytes, 4 to 7 the high ones.
-                    constexpr int shift = pair * 2 % kWordBytes * 8 + (pair * 2 >= kWordBytes ? 4 : 0);
-                    constexpr std::uint32_t mask = largest == 15 ? 0xf : 0xff;
-                    const auto number = [&](int by) {
-                        const auto codes = bits_as<Ints>(words >> by & mask);
+                for_each_word<largest>(panel + at + j * HARDPOINT_VECTOR_BYTES, [&](auto i, Words words) {
+                    const auto number = [&](int column) {
+                        const auto codes = bits_as<Ints>(words >> (8 * column) & 0xff);
                         return __builtin_convertvector(codes, Floats) * scale + offset;
                     };
-                    const Words both = rounded_pair(number(shift), number(shift + 8));
-                    std::memcpy(pairs + pair * 2 * kPanelRows, &both, sizeof(both));
+                    for (int column = 0; column < kWordBytes; column += 2) {
+                        const Words both = rounded_pair(number(column), number(column + 1));
+                        std::memcpy(pairs + (i * kWordBytes + column) * kPanelRows, &both, sizeof(both));
+                    }
                 });
             }
         }
@@ -269,23 +292,17 @@ template <int largest, int group, int rows>
 [[gnu::always_inline]] inline void multiply_codes(
     Ints (&totals)[rows], const std::int8_t* const (&x)[rows], const std::uint8_t* step
 ) {
-    constexpr int columns = kStepColumns<largest>, words_in_step = columns / kWordBytes;
+    constexpr int columns = kStepColumns<largest>;
     CodeSums<largest> sums[rows];
     unrolled<group / columns>([&](auto s) __attribute__((always_inline)) {
-        constexpr int first = s * words_in_step;
-        auto words = load_raw<Words>(step + s * kWordBytes * kPanelRows);
-        if constexpr (largest == 15) {
-            const Words low = words & 0x0f0f0f0fu, high = words >> 4 & 0x0f0f0f0fu;
-            unrolled<rows>([&](auto r) __attribute__((always_inline)) {
-                sums[r].template add<first>(low, spread(x[r] + s * columns));
-                sums[r].template add<first + 1>(high, spread(x[r] + s * columns + kWordBytes));
-            });
-        } else {
+        const std::uint8_t* words_of_step = step + s * kStepWords<largest> * kWordStride;
+        for_each_word<largest>(words_of_step, [&](auto i, Words words) __attribute__((always_inline)) {
+            constexpr int word = s * columns / kWordBytes + i;
             if constexpr (kCodeOffset<largest> != 0) words ^= 0x80808080u;
             unrolled<rows>([&](auto r) __attribute__((always_inline)) {
-                sums[r].template add<first>(words, spread(x[r] + s * columns));
+                sums[r].template add<word>(words, spread(x[r] + word * kWordBytes));
             });
-        }
+        });
     });
     unrolled<rows>([&](auto r) __attribute__((always_inline)) {
         totals[r] = sums[r].template total<group / kWordBytes>();
@@ -369,7 +386,7 @@ struct CodeWeight {
     [[gnu::noinline]] void multiply_parts(
         Sums (&results)[rows], std::int64_t p, int first, const CodeRows<rows>& x
     ) const {
-        constexpr std::int64_t step = group / kStepColumns<largest> * kWordBytes * kPanelRows;
+        constexpr std::int64_t step = group / kStepColumns<largest> * kStepWords<largest> * kWordStride;
         const std::int64_t k = scales.k, groups_in_block = scales.groups_in_block(), groups = k / group;
         const BlockScales::OfPanel of_panel = scales.panel(p);
         const std::uint8_t* panel = codes + p * code_panel_size<largest>(k) + first * HARDPOINT_VECTOR_BYTES;
@@ -487,13 +504,20 @@ struct PackBlocks {
         for (int row = 0; row < kPanelRows; ++row) {
             const std::int64_t r = panel * kPanelRows + row;
             std::uint8_t* to = packed + panel * code_panel_size<largest>(k) + kWordBytes * row;
-            for (std::int64_t c = 0; c < k; c += columns, to += kWordBytes * kPanelRows) {
-                std::uint8_t word[kWordBytes] = {};
+            for (std::int64_t c = 0; c < k; c += columns) {
+                std::uint8_t words[kStepWords<largest>][kWordBytes] = {};
                 for (int i = 0; r < n && i < columns; ++i) {
-                    const std::uint8_t code = element(r, c + i);
-                    word[i % kWordBytes] |= static_cast<std::uint8_t>(code << (i / kWordBytes * 4));
+                    const int code = element(r, c + i), byte = i % kWordBytes, word = i / kWordBytes;
+                    if constexpr (largest == 63) {
+                        words[word / 2][byte] |= static_cast<std::uint8_t>((code & 0xf) << (word % 2 * 4));
+                        words[2][byte] |= static_cast<std::uint8_t>(code >> 4 << (word * 2));
+                    } else {
+                        words[0][byte] |= static_cast<std::uint8_t>(code << (word * 4));
+                    }
                 }
-                std::memcpy(to, word, sizeof(word));
+                for (int word = 0; word < kStepWords<largest>; ++word, to += kWordStride) {
+                    std::memcpy(to, words[word], kWordBytes);
+                }
             }
         }
     }
@@ -542,15 +566,19 @@ struct UnpackBlocks {
   private:
     int code(std::int64_t panel, int row, std::int64_t column) const {
         constexpr int columns = kStepColumns<largest>;
-        const int i = static_cast<int>(column % columns);
-        const std::int64_t word = column / columns * kPanelRows + row;
-        const std::uint8_t byte = codes[panel * code_panel_size<largest>(k) + word * kWordBytes + i % kWordBytes];
-        return largest == 15 ? byte >> (i / kWordBytes * 4) & 0xf : byte;
+        const int i = static_cast<int>(column % columns), word = i / kWordBytes;
+        const std::uint8_t* step = codes + panel * code_panel_size<largest>(k) + row * kWordBytes + i % kWordBytes +
+                                   column / columns * kStepWords<largest> * kWordStride;
+        if constexpr (largest == 255) return *step;
+        const int low = step[word / 2 * kWordStride] >> (word % 2 * 4) & 0xf;
+        return largest == 15 ? low : low | (step[2 * kWordStride] >> (word * 2) & 3) << 4;
     }
 };
 
 template <typename T>
 struct UnpackNibbleBlocks : UnpackBlocks<T, 15> {};
+template <typename T>
+struct UnpackSixBitBlocks : UnpackBlocks<T, 63> {};
 template <typename T>
 struct UnpackByteBlocks : UnpackBlocks<T, 255> {};
 

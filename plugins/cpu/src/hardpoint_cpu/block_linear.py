@@ -1,6 +1,7 @@
 """Linear kernels over what GGUF files hold, in panels of their own (csrc/kernels/linear_blocks.h).
 
-Elements of up to four bits stay nibbles, others are bytes. Activations are rounded to int8, 32 columns with a scale.
+Elements of up to four bits stay nibbles, elements of five and six bits take six, others are bytes. Activations are
+rounded to int8, 32 columns with a scale.
 Axes: M rows of x, N rows of the weight (out), K columns (in), G groups of columns.
 """
 
@@ -23,22 +24,23 @@ _MOST_ROWS = 16
 
 
 class _Codes(NamedTuple):
-    """How an element becomes a code of 0 and more: what is added, and the kernels for codes so large."""
+    """How an element becomes a code of 0 and more: what is added, the kernels for codes so large, and their bits."""
 
     zero: int
     kernel: str
     packing: str
+    bits: int
 
 
 _CODES = {
-    "uint2": _Codes(0, "linear_nibble_blocks", "nibble_blocks"),
-    "int3": _Codes(4, "linear_nibble_blocks", "nibble_blocks"),
-    "int4": _Codes(8, "linear_nibble_blocks", "nibble_blocks"),
-    "uint4": _Codes(0, "linear_nibble_blocks", "nibble_blocks"),
-    "int5": _Codes(16, "linear_six_bit_blocks", "byte_blocks"),
-    "uint5": _Codes(0, "linear_six_bit_blocks", "byte_blocks"),
-    "int6": _Codes(32, "linear_six_bit_blocks", "byte_blocks"),
-    "int8": _Codes(128, "linear_byte_blocks", "byte_blocks"),
+    "uint2": _Codes(0, "linear_nibble_blocks", "nibble_blocks", 4),
+    "int3": _Codes(4, "linear_nibble_blocks", "nibble_blocks", 4),
+    "int4": _Codes(8, "linear_nibble_blocks", "nibble_blocks", 4),
+    "uint4": _Codes(0, "linear_nibble_blocks", "nibble_blocks", 4),
+    "int5": _Codes(16, "linear_six_bit_blocks", "six_bit_blocks", 6),
+    "uint5": _Codes(0, "linear_six_bit_blocks", "six_bit_blocks", 6),
+    "int6": _Codes(32, "linear_six_bit_blocks", "six_bit_blocks", 6),
+    "int8": _Codes(128, "linear_byte_blocks", "byte_blocks", 8),
 }
 
 
@@ -77,7 +79,7 @@ class BlockPanelLinear(PanelLinear):
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         stored = native.rows(weights["weight"]).view(torch.uint8)
-        packed = stored.new_empty(self._padded() * self.k // self._spec.per_byte)
+        packed = stored.new_empty(self._padded() * self.k * self._codes.bits // 8)
         pack = native.kernel_number(f"pack_{self._codes.packing}")
         native.run(pack, stored.data_ptr(), packed.data_ptr(), self.n, self.k, stored.stride(0), self._codes.zero)
         scales = {name: self._by_panel(value) for name, value in weights.items() if name != "weight"}
