@@ -395,6 +395,7 @@ def test_the_command_reports_and_writes_a_certificate(
     assert "[gain]" in out
     assert "failed: tried_wrong" in out
     assert "repeat" not in out, "of a check that passed there is no line"
+    assert f"written to {file}; 'explain' and 'serve' read it with --certificates {file.parent}" in out
     failed = [r for r in json.loads(file.read_text())["results"] if r["outcome"] == "failed"]
     assert {fault["code"] for r in failed for fault in r["faults"]} >= {"gain"}
     assert hardpoint([*arguments, "--name", "tried_right", "--all"]) == 0

@@ -165,7 +165,7 @@ def conform(
         _print(certificate, everything, is_kept=bool(json_file))
         if json_file:
             write_text(json_file, json.dumps(written.to_json(), indent=1) + "\n")
-            click.echo(f"certificate written to {json_file}")
+            click.echo(f"certificate written to {json_file}{_how_it_is_found(Path(json_file))}")
     if report_file:
         from hardpoint.cli.conform_report import write_report
 
@@ -293,6 +293,16 @@ def _print(certificate: Certificate, everything: bool, *, is_kept: bool = True) 
         file = f"{OPERATOR_FOLDER}/{certificate.plugin['name']}.json"
         click.echo(f"No certificate is kept: --json {file} keeps one, for 'explain' and --require-certified.")
     click.echo(_conclusion(certificate))
+
+
+def _how_it_is_found(file: Path) -> str:
+    """The flag that makes engines read a certificate; nothing for a folder that they read anyway."""
+    from hardpoint.conformance.certificate import OPERATOR_FOLDER, SHIPPED_FOLDER
+
+    folder = file.resolve().parent
+    if folder == Path(OPERATOR_FOLDER).resolve() or folder.name == SHIPPED_FOLDER:
+        return ""
+    return f"; 'explain' and 'serve' read it with --certificates {file.parent}"
 
 
 def _print_tallies(tallies: Sequence[Tally], title: str, proofs: Sequence[Proof] = ()) -> None:

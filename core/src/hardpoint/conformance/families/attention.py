@@ -320,7 +320,7 @@ class AttentionProbe:
             CaptureGrade.UNIFORM: len(counts) == 1,
             CaptureGrade.ANY: True,
         }[grade]
-        return None if recorded else f"its capture grade is {grade.name}"
+        return None if recorded else f"its steps are not captured: 'capture' is CaptureGrade.{grade.name}"
 
     def far_inputs(self, call: Call) -> Sequence[str]:
         """The cache always; queries where there are several."""
