@@ -163,31 +163,31 @@ class Communicator(GroupMember):
         return []
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See Collectives."""
+        """Return the sum of ``x`` over ranks, on every rank, as ``Collectives.all_reduce`` says."""
         self._refuse("all_reduce")
 
     def all_gather(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """See Collectives."""
+        """Return ``x`` [T, ...] of all ranks in rank order, as ``Collectives.all_gather`` says."""
         self._refuse("all_gather")
 
     def reduce_scatter(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """See Collectives."""
+        """Return this rank's rows of the sum over ranks, as ``Collectives.reduce_scatter`` says."""
         self._refuse("reduce_scatter")
 
     def broadcast(self, x: torch.Tensor, root: int) -> None:
-        """See Collectives."""
+        """Copy ``x`` of rank ``root`` to ``x`` of all ranks."""
         self._refuse("broadcast")
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """See Collectives."""
+        """Send ``x`` to rank ``to``, which calls ``recv``."""
         self._refuse("send")
 
     def recv(self, x: torch.Tensor, source: int) -> None:
-        """See Collectives."""
+        """Fill ``x`` with the tensor that rank ``source`` sends."""
         self._refuse("recv")
 
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """See Collectives."""
+        """Exchange rows of ``x`` with every rank, as ``Collectives.all_to_all`` says."""
         self._refuse("all_to_all")
 
     def _refuse(self, what: str) -> NoReturn:

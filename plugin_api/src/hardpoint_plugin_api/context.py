@@ -68,11 +68,11 @@ class Gauge(Protocol):
     """A number that goes up and down."""
 
     def set(self, value: float) -> None:
-        """Replace the value."""
+        """Set the gauge to ``value``."""
         ...
 
     def set_function(self, f: Callable[[], float]) -> None:
-        """Let ``f`` say the value whenever metrics are read."""
+        """Call ``f`` for the value whenever metrics are read."""
         ...
 
     def labels(self, *values: object, **by_name: object) -> Self:
@@ -81,10 +81,10 @@ class Gauge(Protocol):
 
 
 class Histogram(Protocol):
-    """How often values fall into each of a range of buckets, and their sum."""
+    """The number of observed values in each bucket, and their sum."""
 
     def observe(self, amount: float) -> None:
-        """Count one value."""
+        """Add ``amount`` to the sum, and one to the count of its bucket."""
         ...
 
     def time(self) -> AbstractContextManager[object]:
@@ -154,7 +154,7 @@ class BuildContext(Protocol):
 
     @property
     def resources(self) -> Resources:
-        """Scratch memory."""
+        """Where a kernel declares scratch memory, and gets it in a step."""
         ...
 
     @property

@@ -60,7 +60,7 @@ class EngineInfo:
 
 
 class HookSpecs:
-    """All hooks."""
+    """The hooks that a plugin may implement, each marked with ``@hookimpl`` in its entry point's module."""
 
     @hookspec
     def hardpoint_configure(self, config: Mapping[str, object], device: DeviceInfo) -> list[ConfigChange]:  # type: ignore[empty-body]  # a specification

@@ -32,7 +32,7 @@ class Quantized:
 
     @property
     def shape(self) -> torch.Size:
-        """[T, K]."""
+        """The shape of ``data``: [T, K], T tokens and K columns."""
         return self.data.shape
 
 

@@ -259,8 +259,9 @@ class DrafterWorkload(Workload):
 class ToolParserWorkload(Workload):
     """The parser of tool calls in a model's output.
 
-    ``chat_template``: the text of all the model's chat templates, by which a parser is chosen; None where the user
-    named one. ``special_tokens``: the texts of the tokenizer's added tokens.
+    ``architecture``: the class name in the checkpoint's ``config.json``. ``chat_template``: the text of all the model's
+    chat templates, by which a parser is chosen; None where the user named one. ``special_tokens``: the texts of the
+    tokenizer's added tokens.
     """
 
     family: ClassVar[str] = "tool_parser"
@@ -271,7 +272,7 @@ class ToolParserWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningParserWorkload(Workload):
-    """The parser of reasoning in a model's output; fields are as in ToolParserWorkload."""
+    """The parser of reasoning in a model's output. Its fields are those of ToolParserWorkload."""
 
     family: ClassVar[str] = "reasoning_parser"
     architecture: str | None = None

@@ -68,7 +68,7 @@ class StructuredOutput:
 
     @classmethod
     def json_object(cls) -> Self:
-        """Any JSON object."""
+        """A constraint that any JSON object meets."""
         return cls("json_object")
 
     @classmethod

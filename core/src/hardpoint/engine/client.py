@@ -60,7 +60,7 @@ class CoreFacts:
 
 
 class RequestOptions(TypedDict, total=False):
-    """How a request is treated beside others.
+    """Options of a request beside its sampling parameters.
 
     ``priority``: lower runs first. ``timeout``: seconds after which it ends, finished or not. ``cache_salt``: it shares
     cached prefixes with requests of the same salt only. ``adapter``: the name of the LoRA adapter it runs with.
@@ -75,7 +75,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class CoreClient(CoreControl, Protocol):
-    """A core as its front end sees it. One thread at a time steps it."""
+    """The calls of a front end (LLM, AsyncEngine, the server) on an engine core. One thread at a time steps it."""
 
     @property
     def facts(self) -> CoreFacts:
@@ -101,10 +101,10 @@ class CoreClient(CoreControl, Protocol):
         bad_words: Sequence[Sequence[int]] = (),
         **options: Unpack[RequestOptions],
     ) -> RequestProgress:
-        """Queue a request for one completion; what comes of it is in the object returned, as ``step`` reports it.
+        """Queue a request for one completion. ``step`` updates the object returned.
 
         ``bad_words`` are the token sequences of the parameter of that name: a core knows no text.
-        Raises RequestError for what is wrong with it, CapacityError if it can never fit, EngineDeadError.
+        Raises RequestError if it is invalid, CapacityError if the cache can never hold it, EngineDeadError.
         """
         ...
 
@@ -129,7 +129,7 @@ class CoreClient(CoreControl, Protocol):
         ...
 
     def close(self) -> None:
-        """End the core and free what it holds. Closing twice is once."""
+        """End the core and free its memory. A second call does nothing."""
         ...
 
 
@@ -143,7 +143,7 @@ class ServedCore(CoreClient, Protocol):
 
     @property
     def is_sleeping(self) -> bool:
-        """True while memory that requests need is given back."""
+        """True while the core sleeps: memory that requests need is freed."""
         ...
 
     @property
@@ -153,11 +153,11 @@ class ServedCore(CoreClient, Protocol):
 
 
 class OwnedCore(ServedCore, Protocol):
-    """A ServedCore as the one that started it sees it."""
+    """A ServedCore with the methods for the process that started it: wait for its start, and take over requests."""
 
     @property
     def asleep(self) -> frozenset[MemoryTag]:
-        """The memory that is given back."""
+        """The kinds of memory that ``sleep`` has freed and ``wake_up`` has not yet allocated again."""
         ...
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
@@ -173,7 +173,7 @@ class OwnedCore(ServedCore, Protocol):
 
 
 class StartCore(Protocol):
-    """Starts a core, which is loading then: start_core, or what takes its place."""
+    """The signature of ``start_core``: starts a core and returns while it is loading."""
 
     def __call__(self, config: EngineConfig, *, own_process: bool) -> OwnedCore:
         """Start it in a process of its own, or in a thread of this one."""
