@@ -121,7 +121,7 @@ def test_the_division_is_explained(tmp_path: Path) -> None:
         ({"pipeline_parallel_layers": "2,2"}, "4 blocks, and the model has 3"),
         (
             {"pipeline_parallel_layers": (1, 1, 1)},
-            "has 3 numbers; it must have one for each stage of",
+            "has 3 numbers; it must have one for each pipeline stage",
         ),
         ({"pipeline_parallel_layers": "0,3"}, "pipeline_parallel_layers"),
     ],

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     "--ssl-ca-certs",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="File (PEM) with the authorities whose certificates clients may have.",
+    help="PEM file with the CA certificates that clients' certificates are verified against.",
 )
 @click.option(
     "--ssl-cert-reqs",

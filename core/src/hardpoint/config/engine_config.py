@@ -103,7 +103,7 @@ class EngineConfig(EngineSettings):
         if (layers := self.pipeline_parallel_layers) and len(layers) != self.pipeline_parallel_size:
             given = written("pipeline_parallel_layers", layers, origins)
             stages = written("pipeline_parallel_size", self.pipeline_parallel_size, origins)
-            raise ConfigError(f"{given} has {len(layers)} numbers; it must have one for each stage of {stages}")
+            raise ConfigError(f"{given} has {len(layers)} numbers; it must have one for each pipeline stage ({stages})")
         self._check_shared_experts(origins)
         self._check_balancing(origins)
         if self.executor == "torchrun" and self.core_process:

@@ -257,8 +257,8 @@ class EngineSettings(BaseModel):
     expert_parallel_size: Count | None = setting(
         Group.PARALLELISM,
         None,
-        "Divide the ranks of a replica into this many groups, each with its own experts. Ranks of a group hold slices "
-        "of them. Replicas then share no experts.",
+        "Number of groups that the ranks of a replica are divided into. Each group holds other experts, and each rank "
+        "of a group a slice of them. Each replica then holds all experts itself.",
     )
     enable_eplb: bool = setting(
         Group.PARALLELISM,
@@ -386,7 +386,7 @@ class EngineSettings(BaseModel):
     )
 
     enable_lora: bool = setting(Group.ADAPTERS, False, "Serve LoRA adapters beside the base model.")
-    max_loras: Count = setting(Group.ADAPTERS, 1, "Most LoRA adapters loaded at once.")
+    max_loras: Count = setting(Group.ADAPTERS, 1, "Largest number of LoRA adapters loaded at once.")
     max_lora_rank: Count = setting(Group.ADAPTERS, 16, "Highest rank of a LoRA adapter; memory is reserved for it.")
     lora_modules: LoraModules = setting(Group.ADAPTERS, (), "LoRA adapters to load at startup.", "NAME=PATH,...")
 

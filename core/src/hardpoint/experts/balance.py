@@ -142,9 +142,9 @@ class BalancedExperts(PlacedExperts):
         for name, part in self._weights().items():
             if part.ndim == 0 or part.shape[0] != self.placement.num_slots:
                 raise ConfigError(
-                    f"--enable-eplb: layer {self._path!r}: the experts kernel packs {name} of shape "
-                    f"{list(part.shape)}, not with {self.placement.num_slots} experts along its first axis, so no "
-                    "expert can be moved; choose another kernel by --experts-backend"
+                    f"--enable-eplb: layer {self._path!r}: experts cannot be moved, since the kernel packs {name} as "
+                    f"{list(part.shape)}, without a first axis of {self.placement.num_slots} experts; choose another "
+                    "kernel by --experts-backend"
                 )
             yield part
 
