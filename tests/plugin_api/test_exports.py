@@ -42,7 +42,23 @@ def test_the_public_names() -> None:
 def test_nothing_else_of_its_own_stands_in_the_door() -> None:
     modules = {p.stem for p in Path(hardpoint_plugin_api.__file__).parent.glob("*.py")}
     public = {name for name in vars(hardpoint_plugin_api) if not name.startswith("_")}
-    assert public - modules - set(hardpoint_plugin_api.__all__) == set()
+    assert public - modules - set(hardpoint_plugin_api.__all__) == {"TYPE_CHECKING"}
+
+
+def test_a_name_is_imported_from_its_module_when_it_is_used() -> None:
+    """Each is the module's own, ``dir`` lists all of them, and one that does not exist is an error at the import."""
+    program = (
+        "import sys, hardpoint_plugin_api as api\n"
+        "assert set(api.__all__) <= set(dir(api))\n"
+        "assert not [m for m in sys.modules if m.startswith('hardpoint_plugin_api.')]\n"
+        "from hardpoint_plugin_api import MLPArgs\n"
+        "from hardpoint_plugin_api.layers import MLPArgs as own\n"
+        "assert MLPArgs is own is vars(api)['MLPArgs']\n"
+        "assert 'hardpoint_plugin_api.platform' not in sys.modules\n"
+        "from hardpoint_plugin_api import MLPArg\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "ImportError: cannot import name 'MLPArg' from 'hardpoint_plugin_api'" in done.stderr
 
 
 def test_importing_it_imports_no_torch() -> None:
