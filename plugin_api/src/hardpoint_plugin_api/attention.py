@@ -53,7 +53,7 @@ class AttentionSpec:
 
     @property
     def span(self) -> Span:
-        """Which earlier positions a query reads."""
+        """The earlier positions that a query reads."""
         return Span(self.window, self.chunk)
 
     @property

@@ -62,7 +62,7 @@ class Latest(Retention):
 
 @dataclass(frozen=True)
 class Span(Retention):
-    """Which earlier positions a query reads; by default all of them. One of ``window`` and ``chunk`` may be set.
+    """The earlier positions that a query reads; by default all of them. One of ``window`` and ``chunk`` may be set.
 
     With a sliding ``window`` (arXiv:2004.05150) a query at position p reads p-window+1 .. p. With chunked-local
     attention, as in Llama 4, it reads the positions up to p of its own ``chunk``, the one numbered p // chunk.
@@ -170,7 +170,7 @@ class Region:
 
 
 class CacheLayout(ABC):
-    """How a backend arranges a cache in pages of bytes. Stateless; ``layout`` in manifests refers to its ``name``.
+    """A backend's arrangement of a cache in pages of bytes. Stateless; ``layout`` in manifests refers to its ``name``.
 
     ``PlainLayout`` and ``ScaledLayout`` serve any planes.
 

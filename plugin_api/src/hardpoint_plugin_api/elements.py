@@ -66,7 +66,7 @@ class Element(ABC):
 
     @property
     def packing(self) -> str:
-        """How elements lie in a matrix: ``nibbles``, two to a byte, up to four bits; else ``none``."""
+        """The packing of elements in a matrix: ``nibbles`` (two to a byte) up to four bits, else ``none``."""
         return "nibbles" if self.bits <= 4 else "none"
 
     @cached_property

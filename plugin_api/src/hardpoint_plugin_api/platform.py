@@ -211,7 +211,7 @@ class Platform(ABC):
 
     name: ClassVar[str]
     collectives: ClassVar[str] = "gloo"
-    """Which of torch.distributed's backends serves this platform's devices."""
+    """The backend of torch.distributed for this platform's devices, such as ``nccl``."""
 
     def __init__(self, info: DeviceInfo, config: Mapping[str, ConfigValue] | None = None) -> None:
         self.info, self.config = info, dict(config or {})

@@ -47,7 +47,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How one operand is stored: element, packing, levels of scales, zero point, minima.
+    """The storage of one operand of a product: element, packing, levels of scales, zero point, minima.
 
     ``element``: a torch dtype's name for a plain spec, else an element's name; names of built-in elements suffice,
     others are given by ``QuantSpec.of``, which sets ``definition``. ``packing``: ``none``, or ``nibbles`` for two

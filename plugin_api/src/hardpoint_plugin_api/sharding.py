@@ -17,7 +17,7 @@ class ShardSlice:
 
 @dataclass(frozen=True, repr=False)
 class ShardPlan:
-    """How a group of ranks divides an axis of ``full`` elements: ``size`` elements on each rank, seen from ``rank``.
+    """The division of an axis of ``full`` elements among ranks: ``size`` elements on each rank, seen from ``rank``.
 
     Plans that differ in ``rank`` only are equal and have one repr, so that ranks can compare their plans. ``ranks``:
     the slices of each rank, in order of ``target``. Elements that no slice fills are padding (zeros). Every element is

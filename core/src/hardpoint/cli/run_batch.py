@@ -21,7 +21,13 @@ from hardpoint_plugin_api import ConfigError
 @click.command("run-batch", cls=EngineCommand, title="Batch", short_help="Answer a file of requests.")
 @click.option("--input-file", "-i", default="-", metavar="FILE", help="Requests, a line of JSON each. Default: stdin.")
 @click.option("--output-file", "-o", default="-", metavar="FILE", help="Answers, a line of JSON each. Default: stdout.")
-@click.option("--served-model-name", "served_model_names", multiple=True, metavar="NAME", help="Name of the model.")
+@click.option(
+    "--served-model-name",
+    "served_model_names",
+    multiple=True,
+    metavar="NAME",
+    help="Name that requests of the batch may give the model. Repeatable.",
+)
 @click.option(
     "--max-concurrent-requests",
     type=int,

@@ -235,7 +235,7 @@ class EngineConfig(EngineSettings):
 
     @property
     def num_adapters(self) -> int:
-        """How many LoRA adapters may be loaded at once; 0 where the engine serves none."""
+        """The largest number of LoRA adapters loaded at once; 0 where the engine serves none."""
         return self.max_loras if self.enable_lora else 0
 
     @property

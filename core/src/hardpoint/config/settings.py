@@ -266,7 +266,9 @@ class EngineSettings(BaseModel):
         "Move experts between ranks while serving, so that all have about the same work.",
     )
     num_redundant_experts: Index = setting(
-        Group.PARALLELISM, 0, "With --enable-eplb: further copies of experts in each layer, over all ranks."
+        Group.PARALLELISM,
+        0,
+        "With --enable-eplb: number of additional expert copies in each layer, on all ranks together.",
     )
     eplb_step_interval: Count = setting(
         Group.PARALLELISM, 3000, "With --enable-eplb: number of steps after which experts are balanced again."

@@ -78,7 +78,7 @@ def parse_names(value: object) -> object:
 
 
 def check_custom_ops(names: tuple[str, ...]) -> tuple[str, ...]:
-    """At most one of ``all`` and ``none``; beside it ``+name`` and ``-name``, and not both of one name."""
+    """Return ``names``: ``all`` or ``none`` at most once, ``+op`` and ``-op`` for single ops. Raises ValueError."""
     bases = {name for name in names if name in ("all", "none")}
     if len(bases) == 2:
         raise ValueError("takes one of 'all' and 'none', not both")

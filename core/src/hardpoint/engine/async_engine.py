@@ -64,7 +64,7 @@ _LONG_PROMPT = 2**18
 MAX_CHARACTERS = 2**21
 """Characters of a text that is tokenized whole, however few tokens the model takes: half a kilobyte for each token."""
 _ABORT_SECONDS = 5.0
-"""How long closing waits for the last outputs of requests that it aborts."""
+"""Seconds that closing waits for the last outputs of requests that it aborts."""
 
 
 Connect = Callable[[EngineConfig], tuple[Frontend, ServedCore]]
@@ -127,7 +127,7 @@ class AsyncEngine:
 
     @property
     def table(self) -> SelectionTable:
-        """Which implementation serves what, and why."""
+        """The selection table: the implementation chosen for each part of the model, and the reasons."""
         return self.client.facts.table
 
     @property

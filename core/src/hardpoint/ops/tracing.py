@@ -40,7 +40,7 @@ class OpTracing:
             if not self._is_on:
                 return function(*args, **kwargs)
             if not fusible:
-                raise CannotCompileError(f"op {name} is no sequence of operators that a compiler fuses")
+                raise CannotCompileError(f"op {name} cannot be written as PyTorch operators for the compiler")
             return reference(*args, **kwargs)
 
         return call

@@ -298,7 +298,7 @@ class Graphs:
                 for graph in reversed(graphs):
                     self._prepare(graph, free_pages)
             if sizes:
-                logger.info("%d sizes prepared in %.1f s", len(sizes), time.perf_counter() - began)
+                logger.info("all prepared in %.1f s", time.perf_counter() - began)
             self._late.add(graph for graph in planned if graph not in now)
         self._left.set(len(self._late))
 
