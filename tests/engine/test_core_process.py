@@ -164,7 +164,7 @@ def test_an_error_at_the_start_arrives_as_itself_and_so_does_the_log(
         small_llm(folder, core_process=True, kv_cache_memory=1000)
     theirs = [record.getMessage() for record in caplog.records if record.process != os.getpid()]
     assert len(theirs) == 1, "what this process logs: one logger says more than a warning"
-    assert theirs[0].startswith("selection table")
+    assert theirs[0].startswith("selection digest")
 
 
 def test_two_at_once_of_which_one_is_killed_and_one_hangs(folder: Path) -> None:

@@ -112,7 +112,7 @@ class EngineCore:
     def _start(cls, blueprint: Blueprint, model: Model | None, denied: tuple[Culprit, ...]) -> EngineCore:
         began = time.perf_counter()
         ctx, config, table = blueprint.ctx, blueprint.config, blueprint.table
-        logger.info("selection table %s on %s", table.digest, ctx.device.name)
+        logger.info("selection digest %s on %s", table.digest, ctx.device.name)
         executor = start_executor(blueprint, model)
         facts = executor.facts
         num_stages = config.topology.pipeline
@@ -312,7 +312,7 @@ class EngineCore:
         ctx.selector.adopt(ctx.selector.decided_again(switchable))  # of ranks that have processes of their own
         self.table = self.blueprint.table
         self.captures.again()
-        logger.info("the kernels that were built serve from now on: selection table %s", self.table.digest)
+        logger.info("the kernels that were built serve from now on: selection digest %s", self.table.digest)
 
     @property
     def wants_idle_time(self) -> bool:
