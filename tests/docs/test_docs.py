@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from hardpoint.authoring.api_reference import render
+from hardpoint.cli.main import run as hardpoint
 from hardpoint.conformance.certificate import KIT_VERSION
 from hardpoint_plugin_api import Feature
 from tests.docs.runner import Reader
@@ -37,6 +39,19 @@ def test_a_reader_can_follow_in_processes_of_a_shells_own(page: str, tmp_path: P
 
 def test_the_reference_is_up_to_date() -> None:
     assert (DOCS / "contract.md").read_text(encoding="utf-8") == render(), "run: make reference"
+
+
+def test_the_front_page_shows_what_explain_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its lines, in its order, where the CPU's plugin alone is installed and no certificate is kept."""
+    page = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"`hardpoint explain demo` prints .*?```text\n(.*?)```", page, re.DOTALL)
+    shown = [" ".join(line.split()) for line in block.splitlines() if line.strip(" .")]
+    monkeypatch.chdir(tmp_path)
+    assert hardpoint(["explain", "demo", "--plugins", "cpu"]) == 0
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in printed if line in shown] == shown
 
 
 def test_the_tutorial_names_every_feature() -> None:
