@@ -56,10 +56,10 @@ class ImportGraph:
         return ()
 
     def _imports(self, path: Path) -> Iterator[Path]:
-        for node in ast.walk(_parsed(path)):
+        for node in _imports_of(path):
             if isinstance(node, ast.Import):
                 yield from (self.files[alias.name] for alias in node.names if alias.name in self.files)
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            elif node.module and not node.level:
                 for alias in node.names:
                     if found := self._home(node.module, alias.name):
                         yield found
@@ -71,12 +71,10 @@ class ImportGraph:
         path = self.files.get(module)
         if path is None or path.name != "__init__.py":
             return path
-        for node in ast.walk(_parsed(path)):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module != module:
-                names = {alias.asname or alias.name for alias in node.names}
-                if name in names:
-                    return self._home(node.module, name) or path
-        return path
+        source = _taken(path).get(name)
+        if source is None or source == module:
+            return path
+        return self._home(source, name) or path
 
 
 def naming(path: Path, root: Path) -> tuple[Path, ...]:
@@ -86,8 +84,15 @@ def naming(path: Path, root: Path) -> tuple[Path, ...]:
 
 
 @cache
-def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def _taken(path: Path) -> dict[str, str]:
+    """The names that a package's ``__init__.py`` imports, with the module of each."""
+    froms = [node for node in _imports_of(path) if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name: node.module for node in froms if node.module for alias in node.names}
+
+
+def _imports_of(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """The import statements of a file. Its tree is not kept: the garbage collector takes seconds for all of them."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def _module(path: Path) -> str:
