@@ -41,7 +41,7 @@ _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 _VNNI = [*_AVX512, "-mavx512vnni"]
 _BF16 = [*_VNNI, "-mavx512bf16"]
-_TILED = frozenset({"experts", "linear", "linear_blocks", "linear_float4", "linear_int4", "linear_int8"})
+_TILED = frozenset({"experts", "latent", "linear", "linear_blocks", "linear_float4", "linear_int4", "linear_int8"})
 _AMX = ["-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 LEVELS = {
     "x86_64": {

@@ -35,6 +35,8 @@ SPECS = {
     ),
     "one head, one page each": replace(PLAIN, num_heads=1, block_size=1, dtype="float16", kv_dtype="float16"),
     "many heads, other cache": replace(PLAIN, num_heads=80, kv_dtype="float32", block_size=5),
+    "no whole tiles": replace(PLAIN, num_heads=5, latent_size=80, rope_size=24, block_size=5),
+    "many heads": replace(PLAIN, num_heads=80, latent_size=128, rope_size=32, block_size=32),
     "lists": replace(PLAIN, top_k=21),
     "short lists, odd heads": replace(PLAIN, num_heads=5, top_k=3, dtype="float32", kv_dtype="float32", block_size=5),
 }

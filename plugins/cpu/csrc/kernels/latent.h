@@ -3,11 +3,13 @@
 // All query heads read the same row of a position: its latent with its rotated key as the key, the latent as the value.
 // A piece of work is some queries of one request, with all their heads, over a range of positions. It converts the rows
 // of a few positions to float once, for all heads, and goes over them with four rows of queries at a time. Work per byte
-// of the cache is high: with 16 heads, 15 multiplications for each byte of a bfloat16 row.
+// of the cache is high: with 16 heads, 15 multiplications for each byte of a bfloat16 row. Where there are tiles, they
+// multiply bfloat16: see latent_tiles.h.
 #pragma once
 
 #include "../constants.h"
 #include "attention_decode.h"
+#include "latent_tiles.h"
 
 namespace hardpoint::HARDPOINT_LEVEL::attention {
 
@@ -293,27 +295,44 @@ struct LatentAttention : Latent {
         // The newest queries first: they read the most keys, and small chunks at the end let threads finish together.
         const auto first = (num_pieces(request, split) - 1 - number) * queries_per_piece();
         const auto queries = std::min(queries_per_piece(), num_queries(request) - first);
-        LatentPiece<Element> piece(*this, request, first, queries);
-        piece.run(0, read_of(seq_lens[request] - num_queries(request) + first + queries));
-        write_result(piece);
+        with_piece(request, first, queries, [&](auto& piece) {
+            piece.run(0, read_of(seq_lens[request] - num_queries(request) + first + queries));
+            write_result(piece);
+        });
     }
 
     // A split of a request's positions. `slot` is that of its first split in `partial`.
     void run_split(
         std::int64_t request, std::int64_t number, std::int64_t splits, std::int64_t split, std::int64_t slot
     ) const {
-        LatentPiece<Element> piece(*this, request, 0, 1);
-        piece.run(number * split, std::min<std::int64_t>((number + 1) * split, num_read(request)));
-        if (splits == 1) return write_result(piece);
-        piece.finish([&](std::int64_t, std::int64_t head, const float* sums, float most, float total) {
-            float* to = results(slot + number, head);
-            std::memcpy(to, sums, latent_size * sizeof(float));
-            to[latent_size] = most;
-            to[latent_size + 1] = total;
+        with_piece(request, 0, 1, [&](auto& piece) {
+            piece.run(number * split, std::min<std::int64_t>((number + 1) * split, num_read(request)));
+            if (splits == 1) return write_result(piece);
+            piece.finish([&](std::int64_t, std::int64_t head, const float* sums, float most, float total) {
+                float* to = results(slot + number, head);
+                std::memcpy(to, sums, latent_size * sizeof(float));
+                to[latent_size] = most;
+                to[latent_size + 1] = total;
+            });
         });
     }
 
-    void write_result(const LatentPiece<Element>& piece) const {
+    template <typename Run>
+    void with_piece(std::int64_t request, std::int64_t first, std::int64_t queries, Run run) const {
+#if defined(HARDPOINT_TILES)
+        if constexpr (std::is_same_v<Element, bfloat16>) {
+            if (TiledLatentPiece<Latent>::serves(*this)) {
+                TiledLatentPiece<Latent> piece(*this, request, first, queries);
+                return run(piece);
+            }
+        }
+#endif
+        LatentPiece<Element> piece(*this, request, first, queries);
+        run(piece);
+    }
+
+    template <typename Piece>
+    void write_result(const Piece& piece) const {
         piece.finish([&](std::int64_t token, std::int64_t head, const float* sums, float, float total) {
             write(token, head, sums, 1.0f / total);
         });
