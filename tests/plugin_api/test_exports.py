@@ -61,6 +61,17 @@ def test_a_name_is_imported_from_its_module_when_it_is_used() -> None:
     assert "ImportError: cannot import name 'MLPArg' from 'hardpoint_plugin_api'" in done.stderr
 
 
+def test_its_modules_are_attributes_without_an_import_of_their_own() -> None:
+    """As they were when the package imported all of them: a plugin may write ``hardpoint_plugin_api.quant.Scale``."""
+    program = (
+        "import hardpoint_plugin_api as api\n"
+        "assert {'quant', 'layers', 'versions'} <= set(dir(api))\n"
+        "assert api.quant.Scale is api.Scale\n"
+        "assert not hasattr(api, 'quants')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_importing_it_imports_no_torch() -> None:
     """Every module of it, in a fresh interpreter in which nothing else has imported torch before."""
     program = (

@@ -422,14 +422,16 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name for a public one
 
     def __getattr__(name: str) -> object:
-        """Import the module of a public name; the name is an attribute of the package from then on."""
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        """Import the module of a public name, or such a module itself; it is the package's attribute from then on."""
         from importlib import import_module
 
+        if name in _NAMES:
+            return import_module(f"{__name__}.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
         return value
 
     def __dir__() -> list[str]:
-        """Every public name, imported yet or not."""
-        return sorted({*globals(), *__all__})
+        """Every public name and each module that has some, imported yet or not."""
+        return sorted({*globals(), *__all__, *_NAMES})
