@@ -13,7 +13,17 @@ from hardpoint.checkpoint.gguf.blocks import SPECS
 from hardpoint.dtypes import dtype_name
 from hardpoint.numerics import fake_quantize, quantize_weight
 from hardpoint_cpu.block_linear import BlockPanelLinear
-from hardpoint_plugin_api import BuildContext, Feature, LinearCall, LinearWorkload, QuantSpec, Scale, dequantize
+from hardpoint_cpu.native import kernel_number
+from hardpoint_plugin_api import (
+    BuildContext,
+    Feature,
+    LinearCall,
+    LinearWorkload,
+    PluginLoadError,
+    QuantSpec,
+    Scale,
+    dequantize,
+)
 from tests.cpu.building import needs_kernels
 from tests.support.engines import small_llm
 
@@ -108,3 +118,8 @@ def test_a_file_is_multiplied_by_them() -> None:
         assert {str(layer.scheme.activation) for layer in layers} == {wanted}
         if dtype == "bfloat16":
             assert {type(layer.kernels[0]) for layer in layers} == {BlockPanelLinear}
+
+
+def test_a_kernel_that_an_older_build_lacks_is_an_error_with_the_command_that_compiles_it() -> None:
+    with pytest.raises(PluginLoadError, match=r"no 'pack_of_a_later_version'; compile them anew: .*pip install"):
+        kernel_number("pack_of_a_later_version")

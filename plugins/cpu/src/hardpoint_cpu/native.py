@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hardpoint_cpu.compiled import REBUILD
 from hardpoint_cpu.compiled import missing as missing
+from hardpoint_plugin_api import PluginLoadError
 
 if TYPE_CHECKING:
     from typing_extensions import CapsuleType
@@ -33,11 +35,12 @@ def level() -> str:
 
 @cache
 def kernel_number(name: str) -> int:
-    """The number of a kernel; KeyError where there is none of that name."""
+    """The number of a kernel. Raises PluginLoadError where none was compiled: the build is older than this code."""
     try:
         return _native.kernels().index(name)
     except ValueError:
-        raise KeyError(name) from None
+        message = f"plugin cpu: its compiled kernels are of another version and have no {name!r}; compile them anew"
+        raise PluginLoadError(f"{message}: {REBUILD}") from None
 
 
 @cache
