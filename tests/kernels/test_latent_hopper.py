@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
+import torch
 
 from hardpoint.plugin_host import discover
-from hardpoint_cuda.hopper_latent import HopperLatentAttention
+from hardpoint_cuda.hopper_latent import HopperLatentAttention, with_even_heads
 from hardpoint_cuda.kernels.latent_hopper import BOX_LAYOUT
 from hardpoint_plugin_api import BuildContext, LatentSpec
 from tests.kernels.compiling import SHARED_KIB, Job, compile_kernels
@@ -71,3 +72,15 @@ def test_heads_that_fill_no_tile_are_refused(heads: int | None, refused: bool) -
 def test_a_cache_of_another_dtype_is_refused() -> None:
     workload = replace(DEEPSEEK.workload(), kv_dtype="float16")
     assert [reason.code for reason in HopperLatentAttention.supports(workload, H100)] == ["kv-dtype"]
+
+
+def test_queries_whose_heads_no_copy_could_take_are_copied() -> None:
+    """Rotated parts behind 100 others: heads are 164 elements apart."""
+    odd = torch.arange(3 * 64 * 164).view(3, 64, 164)[..., 100:]
+    copy, *strides = with_even_heads(odd, *odd.stride()[:2])
+    assert strides == [*copy.stride()[:2]] == [64 * 64, 64]
+    assert torch.equal(copy, odd)
+    even = torch.zeros(64, 3, 512).transpose(0, 1)
+    taken, *strides = with_even_heads(even, *even.stride()[:2])
+    assert taken is even
+    assert strides == [512, 3 * 512]

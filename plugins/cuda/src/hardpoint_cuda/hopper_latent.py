@@ -78,13 +78,15 @@ class HopperLatentAttention(TritonLatentAttention):
     ) -> None:
         latents, rope_keys = (self._boxes(x) for x in pages[:2])
         partial, counters = (self.ctx.resources.get(x) for x in (self._hopper_partial, self._hopper_counters))
+        queries = (*with_even_heads(*rows[:3]), *with_even_heads(*rows[3:6]))
         scan = scan_size(count)
         launcher, constants = self._hopper_launchers[scan]
         launcher(
             key and (scan, *key),
             ((self._hopper_splits + count) * self._hopper_blocks, 1, 1),
             _WARPS,
-            *rows,
+            *queries,
+            *rows[6:],
             latents,
             rope_keys,
             *table,
@@ -99,3 +101,14 @@ class HopperLatentAttention(TritonLatentAttention):
         """How the copies address [pages, B, size]. Made for each call: kept, it would keep the cache's memory."""
         rows = min(POSITIONS, self.spec.block_size)
         return TensorDescriptor(pages, [*pages.shape], [*pages.stride()], [1, rows, _BOX], BOX_LAYOUT)
+
+
+def with_even_heads(x: torch.Tensor, token_stride: int, head_stride: int) -> tuple[torch.Tensor, int, int]:
+    """``x`` [N, H, size] with its strides; a copy where the heads' stride is no multiple of 16 elements.
+
+    The kernel copies 16 bytes at a time to shared memory, and Triton compiles no such copy for another stride.
+    """
+    if head_stride % 16 == 0:
+        return x, token_stride, head_stride
+    copy = x.clone(memory_format=torch.contiguous_format)
+    return copy, copy.stride(0), copy.stride(1)
