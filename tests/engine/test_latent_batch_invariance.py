@@ -74,9 +74,18 @@ def test_it_computes_the_model(folders: dict[str, Path], family: str, tmp_path: 
         assert (prompt_logits(llm, PROMPTS[0], 9) - reference_logits(model, PROMPTS[0])).abs().max() < 1e-4
 
 
-def test_latents_of_8_bits_are_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(SelectionError, match="batch_invariant not supported"):
-        small_llm(folders["deepseek_v2"], batch_invariant=True, kv_cache_dtype="fp8_e4m3")
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("latent", ["cpu_native_latent", "reference"])
+def test_latents_of_8_bits(folders: dict[str, Path], latent: str, kv_dtype: str) -> None:
+    name = f"{latent}_batch_invariant_quantized_cache"
+    settings: dict[str, Any] = {"batch_invariant": True, "kv_cache_dtype": kv_dtype, "use": {"attention.latent": name}}
+    with small_llm(folders["deepseek_v2"], enable_prefix_caching=False, **settings) as llm:
+        expected = [bits(llm, [prompt])[0] for prompt in PROMPTS]
+        assert bits(llm, PROMPTS) == expected
+    with small_llm(folders["deepseek_v2"], max_num_batched_tokens=33, max_num_seqs=3, **settings) as llm:
+        crowd = bits(llm, [*random_prompts(3, 60, seed=3), *PROMPTS])
+        assert crowd[-len(PROMPTS) :] == expected
+        assert bits(llm, PROMPTS[::-1])[::-1] == expected, "with cached prefixes"
 
 
 @pytest.mark.parametrize(("form", "kind"), [("absorbed", AbsorbedMLA), ("unabsorbed", UnabsorbedMLA)])

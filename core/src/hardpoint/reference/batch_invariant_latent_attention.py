@@ -11,6 +11,7 @@ import torch
 
 from hardpoint.reference.batch_invariant_attention import TILE_QUERIES, placed
 from hardpoint.reference.latent_attention import ReferenceLatentAttention, attend_latent
+from hardpoint.reference.quantized_latent_attention import QuantizedLatentAttention
 from hardpoint_plugin_api import LatentCall
 
 
@@ -52,3 +53,7 @@ class BatchInvariantLatentAttention(ReferenceLatentAttention):
             y = attend_latent(of_latents, of_keys, latents, rope_keys, self.spec.scale, lists)
             results.append(y[low - tile : high - tile])
         return torch.cat(results)
+
+
+class BatchInvariantQuantizedLatentAttention(BatchInvariantLatentAttention, QuantizedLatentAttention):
+    """The same over latents of 8 bits: the scale of each depends on that latent alone."""

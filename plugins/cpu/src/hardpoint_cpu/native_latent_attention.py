@@ -191,6 +191,10 @@ class NativeBatchInvariantLatentAttention(NativeLatentAttention):
             self._run(call, batch, _MANY_THREADS, splits)
 
 
+class NativeBatchInvariantQuantizedLatentAttention(NativeBatchInvariantLatentAttention, NativeQuantizedLatentAttention):
+    """The same over latents of 8 bits: the scale of each depends on that latent alone."""
+
+
 def _in_slices(counts: Sequence[int], most: int) -> Iterator[tuple[slice, int]]:
     """Slices of ``counts`` with their sums, as few as there may be of at most ``most``, or of one larger count."""
     first = total = 0
