@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,20 @@ def test_nothing_else_of_its_own_stands_in_the_door() -> None:
     modules = {p.stem for p in Path(hardpoint_plugin_api.__file__).parent.glob("*.py")}
     public = {name for name in vars(hardpoint_plugin_api) if not name.startswith("_")}
     assert public - modules - set(hardpoint_plugin_api.__all__) == {"TYPE_CHECKING"}
+
+
+def test_type_checkers_and_programs_find_a_name_in_the_same_module() -> None:
+    """The imports for type checkers, and the table by which names are imported on use."""
+    written = Path(hardpoint_plugin_api.__file__).read_text(encoding="utf-8")
+    imports = [node for node in ast.walk(ast.parse(written)) if isinstance(node, ast.ImportFrom)]
+    checked = {
+        name.name: node.module.removeprefix("hardpoint_plugin_api.")
+        for node in imports
+        if node.module and node.module.startswith("hardpoint_plugin_api.")
+        for name in node.names
+    }
+    assert checked == hardpoint_plugin_api._HOMES
+    assert set(checked) == set(hardpoint_plugin_api.__all__)
 
 
 def test_a_name_is_imported_from_its_module_when_it_is_used() -> None:

@@ -98,7 +98,10 @@ class TiledLatentPiece {
         std::fill(sums_, sums_ + rows * sum_stride(), 0.0f);
         std::fill(most_, most_ + rows, -__builtin_inff());
         std::fill(totals_, totals_ + rows, 0.0f);
-        std::memset(copies_, 0, (kTileKeys + 1) * copy_stride() * sizeof(bfloat16));
+        const std::int64_t first_zeros = fills_tiles() ? kTileKeys : 0;  // else what is behind parts of rows, too
+        std::memset(
+            copies_ + first_zeros * copy_stride(), 0, (kTileKeys + 1 - first_zeros) * copy_stride() * sizeof(bfloat16)
+        );
         for (std::int64_t row = 0; row < rows; ++row) {
             newest_[row] = static_cast<std::int32_t>(position_ + std::min(row, rows_ - 1) / a_.heads);
         }
@@ -145,6 +148,9 @@ class TiledLatentPiece {
 
     // Elements from one copied row to the next: a latent and a rotated key, with zeros up to whole tiles behind each.
     std::int64_t copy_stride() const { return std::max(width_, padded_); }
+
+    // Whether latents and rotated keys end where tiles do.
+    bool fills_tiles() const { return a_.latent_size % kValueColumns == 0 && a_.rope_size % kTileColumns == 0; }
 
     // Floats from one row of sums to the next: rows of a tile must not meet in the same lines of the cache.
     std::int64_t sum_stride() const { return padded_ + tiles::kRows; }
@@ -195,10 +201,9 @@ class TiledLatentPiece {
 
     // Copy the rows of tiles of keys that are not evenly apart, or whose parts do not fill tiles.
     void copy_keys(std::int64_t count) {
-        const bool whole = a_.latent_size % kValueColumns == 0 && a_.rope_size % kTileColumns == 0;
         for (std::int64_t first = 0; first < count; first += tiles::kRows) {
             Key* keys = keys_ + first;
-            bool even = whole;
+            bool even = fills_tiles();
             for (int i = 2; i < tiles::kRows; ++i) {
                 even &= keys[i].latent - keys[i - 1].latent == keys[1].latent - keys[0].latent;
                 even &= keys[i].rope - keys[i - 1].rope == keys[1].rope - keys[0].rope;
