@@ -13,7 +13,7 @@ from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.reference.latent_attention import ReferenceLatentAttention, attend_latent
 from hardpoint.reference.quantized_latent_attention import QuantizedLatentAttention
-from hardpoint_plugin_api import LatentCall, LatentStoreCall
+from hardpoint_plugin_api import DeviceInfo, LatentCall, LatentStoreCall, LatentWorkload, Reason
 from tests.conformance.trying import HEALTHY, Caught, first_failure, subject
 
 Tensor = torch.Tensor
@@ -49,6 +49,26 @@ class ScaleOfTheLatent(Simple):
 class RopeLeftOut(Simple):
     def one(self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope_key: Tensor) -> Tensor:
         return super().one(q_latent, torch.zeros_like(q_rope), latent, rope_key)
+
+
+class ManyHeads(Simple):
+    """A backend that serves 128 heads and no other number, as kernels with a fixed tile do."""
+
+    @classmethod
+    def supports(cls, workload: LatentWorkload, device: DeviceInfo) -> list[Reason]:
+        found = super().supports(workload, device)
+        if workload.num_heads not in (None, 128):
+            found.append(Reason("num-heads", "heads fill no tile", wanted=str(workload.num_heads), supported="128"))
+        return found
+
+
+class LastTileOfHeadsSwapped(ManyHeads):
+    """The last 16 of 128 heads have one another's results in steps with a prompt."""
+
+    def forward(self, call: LatentCall) -> None:
+        super().forward(call)
+        if call.out.shape[0] > 200:
+            call.out[:, 112:] = call.out[:, 112:].flip(1)
 
 
 class LastPageIgnored(Simple):
@@ -215,6 +235,14 @@ def test_a_planted_fault_is_caught_by_its_check(site: Site, title: str) -> None:
 def test_a_healthy_backend_passes(site: Site, every: int, backend: type[object]) -> None:
     caught = tried(site, backend, "*", Plan(), every)
     assert caught is None, str(caught)
+
+
+def test_of_many_heads_some_are_judged_in_long_steps(site: Site) -> None:
+    cases = "float32/kv-float32/*/prompt/*"
+    assert tried(site, ManyHeads, cases) is None
+    caught = tried(site, LastTileOfHeadsSwapped, cases)
+    assert caught
+    assert caught.check == "values", str(caught)
 
 
 def test_a_backend_of_another_kind_is_refused(site: Site) -> None:

@@ -54,7 +54,7 @@ from hardpoint.conformance.site import Subject, TrialResources, limits_of
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.ops.error_model import ErrorModel
-from hardpoint.ops.judge import Call, Expected, Input
+from hardpoint.ops.judge import Call, Expectation, Expected, Input
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionCall,
@@ -241,6 +241,12 @@ class AttentionProbe:
         first, *rest = out[:rows].split([piece.query for piece in self.pieces])
         return (first[1:] if self.first_is_undefined else first, *rest)
 
+    def expected(
+        self, requests: Sequence[Request], layer: int, held: Sequence[tuple[torch.Tensor, torch.Tensor]] | None
+    ) -> Sequence[Expectation]:
+        """Return what is expected of each request's ``outputs``, the first query included; ``held`` as PlacedStep's."""
+        return expectations(self.spec, requests, self.pieces, *self.constants[layer], held)
+
     def call(
         self,
         seed: int,
@@ -282,7 +288,7 @@ class AttentionProbe:
 
         def expect() -> Expected:
             if drawn not in self._expected:  # most checks of a trial draw the same inputs
-                first, *rest = expectations(self.spec, requests, self.pieces, *self.constants[layer], step.held)
+                first, *rest = self.expected(requests, layer, step.held)
                 first = without_first_row(first) if self.first_is_undefined else first
                 self._expected[drawn] = Expected((first, *rest))
             return self._expected[drawn]

@@ -26,10 +26,11 @@ from hardpoint.conformance.families.attention_checks import declarations
 from hardpoint.conformance.families.attention_situations import Situation, batch_names, block_sizes
 from hardpoint.conformance.families.cache_layout import CacheKind, layout_trials
 from hardpoint.conformance.families.scaled_cache import cache_dtypes
-from hardpoint.conformance.families.steps import LONG, Request
+from hardpoint.conformance.families.steps import LONG, Request, expectations
 from hardpoint.conformance.plan import Exclusions, Plan, Row
 from hardpoint.conformance.site import Subject
 from hardpoint.conformance.trials import Check, Finding, Trial
+from hardpoint.ops.judge import Expectation
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,
@@ -58,6 +59,9 @@ _HEADS = (4, 1, 16, 20, 128)
 _LATENT_SIZES, _ROPE_SIZES = (16, 40, 512), (8, 64)
 _MOST_ELEMENTS_OF_LONG = 2048
 """Elements of all heads' queries in batches that take the reference long."""
+_MOST_SCORES, _JUDGED_HEADS = 1 << 20, 16
+"""Of a step with more scores than this, over all heads, so many heads are judged: a prompt of 300 tokens with 128 heads
+takes the reference half a minute for each draw."""
 _TOP_K = (0, 7, 64)
 """Positions of a list; 0: there are no lists. Contexts are shorter and longer than both, and as long as either."""
 _VALUES = ("normal", "peaked", "flat", "large", "low", "nan")
@@ -223,6 +227,26 @@ class LatentProbe(AttentionProbe):
     def workload(self) -> Workload:
         """The workload that selects a backend."""
         return _latent(self.spec).workload()
+
+    def __init__(self, subject: Subject, situation: Situation, seed: int) -> None:
+        """See AttentionProbe. Where scores are many, few heads are judged, from one on that the seed draws."""
+        super().__init__(subject, situation, seed)
+        heads = self.spec.num_heads
+        scores = heads * sum(piece.query * piece.total for piece in self.pieces)
+        step = 1 if scores <= _MOST_SCORES else max(heads // _JUDGED_HEADS, 1)
+        self.judged = slice(seed % step, None, step)
+
+    def outputs(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See AttentionProbe: of the heads that are judged."""
+        return super().outputs(out[:, self.judged])
+
+    def expected(
+        self, requests: Sequence[Request], layer: int, held: Sequence[tuple[torch.Tensor, torch.Tensor]] | None
+    ) -> Sequence[Expectation]:
+        """See AttentionProbe. Latent attention has no constants of heads."""
+        few = [replace(request, q=request.q[:, self.judged]) for request in requests]
+        spec = replace(self.spec, num_heads=few[0].q.shape[1])
+        return expectations(spec, few, self.pieces, None, None, held)
 
     def requests(self, seed: int) -> list[Request]:
         """The requests of a seed: values are the latents, with the NaN that the values were to have."""
