@@ -18,6 +18,7 @@ ConfigError ConfigKey ConfigValue ContentDelta Contribution Counter DeviceInfo D
 Drafter DrafterArgs DrafterWorkload ENTRY_POINT_GROUP EagerGraphEngine Element ElementWorkload EmbeddingArgs
 EngineDeadError EngineError EngineInfo EngineLimits ExpertStack ExpertsCall ExpertsKernel ExpertsWorkload FAMILIES
 Family Feature Form ForwardStep Fp8Format GatedDeltaNetArgs Gauge GraphEngine GroupMember HardpointError Histogram
+GROUP_SIZE GroupScaledLayout NVFP4 write_group_rounded
 HookSpecs KimiDeltaAttentionArgs LatentBackend LatentCall LatentSpec LatentStoreCall LatentWorkload Latest LayerArgs
 LayerWorkload LinearArgs LinearAttentionArgs LinearCall LinearKernel LinearWorkload MANIFEST_NAME MANIFEST_SCHEMA
 MLAArgs MLPArgs Mamba2Args Manifest ManifestError Memory MemorySnapshot MemoryTag MethodRequest Metrics MoEArgs

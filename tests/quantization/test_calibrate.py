@@ -71,7 +71,7 @@ def test_what_cannot_be_calibrated(
     assert calibrated(folder, tmp_path) == 2
     assert "is there already; name a new folder" in capsys.readouterr().err
     assert calibrated(folder, tmp_path / "new", "--kv-cache-dtype", "bfloat16") == 2
-    assert "scales can be calibrated for fp8 and int8" in capsys.readouterr().err
+    assert "scales can be calibrated for fp8, int8 and nvfp4" in capsys.readouterr().err
     (folder.parent / "text.txt").write_text("")
     try:
         assert calibrated(folder, tmp_path / "new") == 2

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     )
     from hardpoint_plugin_api.builds import KernelBuild
     from hardpoint_plugin_api.cache import (
+        GROUP_SIZE,
         NULL_PAGE,
+        NVFP4,
         CacheLayout,
         CacheSpec,
         Latest,
@@ -29,7 +31,13 @@ if TYPE_CHECKING:
         Scaling,
         Span,
     )
-    from hardpoint_plugin_api.cache_layouts import PlainLayout, ScaledLayout, write_rounded
+    from hardpoint_plugin_api.cache_layouts import (
+        GroupScaledLayout,
+        PlainLayout,
+        ScaledLayout,
+        write_group_rounded,
+        write_rounded,
+    )
     from hardpoint_plugin_api.cache_users import CacheUser, CacheUsers
     from hardpoint_plugin_api.communicator import Collectives, Communicator, GroupMember, Parallel, RankGroup
     from hardpoint_plugin_api.context import (
@@ -241,8 +249,10 @@ __all__ = [
     "Fp8Format",
     "GatedDeltaNetArgs",
     "Gauge",
+    "GROUP_SIZE",
     "GraphEngine",
     "GroupMember",
+    "GroupScaledLayout",
     "HardpointError",
     "Histogram",
     "HookSpecs",
@@ -279,6 +289,7 @@ __all__ = [
     "NO_DEVICE",
     "NO_DRAFT",
     "NULL_PAGE",
+    "NVFP4",
     "Namesake",
     "NormArgs",
     "NumaNode",
@@ -357,6 +368,7 @@ __all__ = [
     "read_manifest",
     "scale_slot",
     "weight_slots",
+    "write_group_rounded",
     "write_rounded",
 ]
 
@@ -367,8 +379,8 @@ _NAMES = {
         "StoreCall"
     ),
     "builds": "KernelBuild",
-    "cache": "NULL_PAGE CacheLayout CacheSpec Latest Plane Region Retention Scaling Span",
-    "cache_layouts": "PlainLayout ScaledLayout write_rounded",
+    "cache": "GROUP_SIZE NULL_PAGE NVFP4 CacheLayout CacheSpec Latest Plane Region Retention Scaling Span",
+    "cache_layouts": "GroupScaledLayout PlainLayout ScaledLayout write_group_rounded write_rounded",
     "cache_users": "CacheUser CacheUsers",
     "communicator": "Collectives Communicator GroupMember Parallel RankGroup",
     "context": "BuildContext Counter EngineLimits Gauge Histogram Metrics Resources Scope",

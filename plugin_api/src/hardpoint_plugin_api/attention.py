@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from hardpoint_plugin_api.cache import CacheLayout, CacheSpec, Scaling, Span
+from hardpoint_plugin_api.cache import NVFP4, CacheLayout, CacheSpec, Scaling, Span
 from hardpoint_plugin_api.context import BuildContext
 from hardpoint_plugin_api.device import DeviceInfo
-from hardpoint_plugin_api.elements import BUILT_IN
+from hardpoint_plugin_api.elements import BUILT_IN, FLOAT4_E2M1
 from hardpoint_plugin_api.platform import StepLimits
 from hardpoint_plugin_api.reasons import Reason
 from hardpoint_plugin_api.requests import AttentionWorkload, Feature, Phase
@@ -34,7 +34,8 @@ class AttentionSpec:
     ``sinks``: each query head has a learned logit that is added to its softmax's denominator. ``alibi``: each query
     head has a slope m, and m * (key position - query position) is added to scores. Sinks and slopes are weights:
     ``set_head_constants`` passes their values. ``static_cache_scales``: an 8-bit cache has one scale for keys and one
-    for values, passed by ``set_cache_scales``; otherwise the layout stores one for each token and head.
+    for values, passed by ``set_cache_scales``; otherwise the layout stores one for each token and head. In a cache of
+    ``kv_dtype`` NVFP4 groups of elements have scales, and these two multiply them; otherwise they are 1.
     """
 
     num_heads: int
@@ -60,9 +61,12 @@ class AttentionSpec:
     def cache_spec(self) -> CacheSpec:
         """The CacheSpec of one layer of this group: planes ``k`` and ``v``, dtype, retention and scaling."""
         scaling: Scaling = "none"
-        if self.kv_dtype in BUILT_IN:
+        dtype = self.kv_dtype
+        if dtype == NVFP4:
+            dtype, scaling = FLOAT4_E2M1.name, "group"
+        elif dtype in BUILT_IN:
             scaling = "static" if self.static_cache_scales else "row"
-        return CacheSpec.keys_values(self.num_kv_heads, self.head_size, self.kv_dtype, self.span, scaling)
+        return CacheSpec.keys_values(self.num_kv_heads, self.head_size, dtype, self.span, scaling)
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -274,7 +278,7 @@ class AttentionBackend(StepPlanner, ABC):
         self.sinks, self.alibi_slopes = sinks, alibi_slopes
 
     def set_cache_scales(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Take the static scales of keys and values, float32 [1] each: the cache holds numbers divided by them,
+        """Take the scales of all keys and of all values, float32 [1] each: the cache holds numbers divided by them,
         rounded.
         """
         self.cache_scales = k, v

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 NULL_PAGE = 0
+NVFP4 = "nvfp4"
+"""The ``kv_dtype`` of a cache with scaling ``group``: vLLM and TensorRT-LLM give it the same name."""
+GROUP_SIZE = 16
+"""Neighbouring elements that share a scale where scaling is ``group``."""
 
 
 class Retention(ABC):
@@ -99,7 +103,7 @@ class Span(Retention):
         return hidden
 
 
-Scaling = Literal["none", "row", "static"]
+Scaling = Literal["none", "row", "static", "group"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,9 @@ class Plane:
     ``scaling`` says how stored elements become numbers. ``none``: they are the numbers. ``row``: the layout stores one
     float32 scale for each row along the last axis (for keys [K, D], one per token and head); numbers are elements times
     scale. ``static``: one scale for the whole plane, which the backend is given and the layout does not store.
+    ``group``: elements are ``float4_e2m1``, and the layout stores one float8_e4m3fn scale for GROUP_SIZE neighbours
+    along the last axis, whose size is a multiple of that; numbers are elements times scale, times a float32 for the
+    whole plane where the backend is given one. That is NVFP4, as FlashInfer's ``nvfp4_kv_quantize`` has it.
     """
 
     name: str
@@ -172,7 +179,7 @@ class Region:
 class CacheLayout(ABC):
     """A backend's arrangement of a cache in pages of bytes. Stateless; ``layout`` in manifests refers to its ``name``.
 
-    ``PlainLayout`` and ``ScaledLayout`` serve any planes.
+    ``PlainLayout``, ``ScaledLayout`` and ``GroupScaledLayout`` serve most planes.
 
     Invariant, which the conformance kit checks: ``to_logical`` after ``from_logical`` on the same views and pages
     returns the same values, as precisely as the layout's elements and scales can hold them.
@@ -210,7 +217,7 @@ class CacheLayout(ABC):
     def to_logical(self, views: Mapping[str, torch.Tensor], pages: torch.Tensor) -> dict[str, torch.Tensor]:
         """Copy ``pages`` (int64 [n]) out: for each plane, by name, a tensor [n, *spec.page_shape(plane)].
 
-        A plane with ``row`` or ``static`` scaling is returned in float32; static scales are not applied.
+        A plane with scaling is returned in float32; a scale for the whole plane is not applied.
         """
 
     @abstractmethod

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hardpoint_plugin_api.cache import CacheLayout, CacheSpec, Region
-from hardpoint_plugin_api.elements import BUILT_IN
+from hardpoint_plugin_api.cache import GROUP_SIZE, CacheLayout, CacheSpec, Region
+from hardpoint_plugin_api.elements import BUILT_IN, FLOAT4_E2M1, FLOAT8_E4M3FN
 
 if TYPE_CHECKING:
     import torch
@@ -118,3 +118,84 @@ def write_rounded(
         views[f"{name}_scale"][where] = fitting
         x = x / fitting.unsqueeze(-1)
     views[name].view(torch.uint8)[where] = element.encode(x).view(torch.uint8)
+
+
+class GroupScaledLayout(CacheLayout):
+    """Planes of scaling ``group``, one after the other: the codes of a plane, then its scales. Bytes per token and head
+    of size D: D / 2 + D / 16, of keys and of values.
+
+    The view ``PLANE`` holds codes, uint8 [B, *shape[:-1], D / 2], two elements a byte, the first in the low bits. The
+    view ``PLANE_scale`` holds float8_e4m3fn [B, *shape[:-1], D / 16], and follows the codes without a gap. Planes begin
+    at multiples of 16 bytes. vLLM packs its ``nvfp4`` cache in as many bytes: ``head_size // 2 + head_size // 16``.
+    """
+
+    name = "plain_group_scaled"
+    _plane_alignment = 16
+
+    def regions(self, spec: CacheSpec, block_size: int) -> tuple[Region, ...]:
+        """Raises ValueError for planes of another scaling, or whose last axis is no multiple of GROUP_SIZE."""
+        regions: list[Region] = []
+        end = 0
+        for plane in spec.planes:
+            shape = spec.page_shape(plane, block_size)
+            if plane.scaling != "group" or shape[-1] % GROUP_SIZE:
+                raise ValueError(
+                    f"layout {self.name!r} stores planes of scaling 'group' whose last axis is a multiple of "
+                    f"{GROUP_SIZE}; plane {plane.name!r} has scaling {plane.scaling!r} and shape {plane.shape}"
+                )
+            end = -(-end // self._plane_alignment) * self._plane_alignment
+            for name, per_byte, dtype in (
+                (plane.name, 2, "uint8"),
+                (f"{plane.name}_scale", GROUP_SIZE, "float8_e4m3fn"),
+            ):
+                part = (*shape[:-1], shape[-1] // per_byte)
+                regions.append(Region(name, end, math.prod(part), part, dtype))
+                end += math.prod(part)
+        return tuple(regions)
+
+    def to_logical(self, views: Mapping[str, torch.Tensor], pages: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Numbers in float32, less the scale of a whole plane; the product of an element and a scale is exact."""
+        import torch
+
+        found = {}
+        for name, view in views.items():
+            if name.endswith("_scale") and name.removesuffix("_scale") in views:
+                continue
+            codes, scales = view[pages], views[f"{name}_scale"].view(torch.uint8)[pages]
+            elements = FLOAT4_E2M1.decode(torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2), torch.float32)
+            groups = elements.unflatten(-1, (-1, GROUP_SIZE)) * FLOAT8_E4M3FN.decode(scales, torch.float32)[..., None]
+            found[name] = groups.flatten(-2)
+        return found
+
+    def from_logical(
+        self, views: Mapping[str, torch.Tensor], pages: torch.Tensor, planes: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Values are rounded, as ``write_group_rounded`` rounds them."""
+        for name, values in planes.items():
+            write_group_rounded(views, name, (pages,), values, None)
+
+
+def write_group_rounded(
+    views: Mapping[str, torch.Tensor],
+    name: str,
+    where: tuple[torch.Tensor, ...],
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> None:
+    """Round ``x`` [..., D] to the codes at ``views[name][where]`` and the scales beside them. Mutates the views.
+
+    ``x`` is divided by ``scale`` [1], float32, first, where one is given. The scale of GROUP_SIZE neighbours is their
+    largest magnitude over 6, the largest of e2m1, rounded to float8_e4m3fn, at most 448; 1 where that is zero. Elements
+    are the numbers over their scale, rounded to the nearest of e2m1, ties to even codes. A NaN makes its group's scale
+    NaN. NVIDIA describes this format in "Introducing NVFP4 for efficient and accurate low-precision inference" (2025).
+    """
+    import torch
+
+    x = x.float()
+    groups = (x if scale is None else x / scale).unflatten(-1, (-1, GROUP_SIZE))
+    largest = groups.abs().amax(-1)
+    fitting = FLOAT8_E4M3FN.encode(largest / largest.new_full((), FLOAT4_E2M1.largest))
+    fitting = torch.where(fitting.float() == 0, torch.ones_like(largest), fitting.float())
+    codes = FLOAT4_E2M1.encode(groups / fitting[..., None]).flatten(-2)
+    views[name][where] = codes[..., ::2] | codes[..., 1::2] << 4
+    views[f"{name}_scale"].view(torch.uint8)[where] = fitting.to(torch.float8_e4m3fn).view(torch.uint8)

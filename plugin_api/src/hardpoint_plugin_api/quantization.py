@@ -184,7 +184,7 @@ class Scheme:
 class CacheScales:
     """The scales of one attention layer's cache that a checkpoint holds: names of tensors of one float each.
 
-    ``element``: that of the caches that they are for.
+    ``element``: that of the caches that they are for; ``nvfp4`` for those whose groups have scales.
     """
 
     k: str

@@ -19,6 +19,7 @@ import importlib_metadata
 from packaging.requirements import InvalidRequirement
 from packaging.requirements import Requirement as PackageSpec
 
+from hardpoint_plugin_api.cache import NVFP4
 from hardpoint_plugin_api.device import DeviceInfo
 from hardpoint_plugin_api.distributions import installed_version, locate_module, owner_of
 from hardpoint_plugin_api.elements import DEVICE_FP8
@@ -470,7 +471,7 @@ _PARSERS: dict[str, Callable[[object], Requirement]] = {
     "scalar": _scalar,
     **{key: _one_of(key, _texts) for key in ("layout", "activation", "routing", "parallel", "format")},
     "dtype": _one_of("dtype", _dtypes),
-    "kv_dtype": _one_of("kv_dtype", lambda value: _known("dtype", _texts(value), _DTYPES | {DEVICE_FP8})),
+    "kv_dtype": _one_of("kv_dtype", lambda value: _known("dtype", _texts(value), _DTYPES | {DEVICE_FP8, NVFP4})),
     **{key: _one_of(key, _numbers) for key in ("head_size", "latent_size", "rope_size", "block_size")},
 }
 
@@ -482,7 +483,7 @@ VOCABULARY: Mapping[str, str] = {
     "arch": "The device's architecture matches one of these globs. There is no >=: sm_120 is no superset of sm_100.",
     "device_feature": "The device has all of these features.",
     "dtype": "The activations' dtype is one of these.",
-    "kv_dtype": "The cache's dtype is one of these; fp8 is the device's 8-bit float.",
+    "kv_dtype": "The cache's dtype is one of these; fp8 is the device's 8-bit float, nvfp4 has groups of 4-bit floats.",
     "head_size": "The head size is one of these.",
     "head_multiple": "The head size is a multiple of this number; core can meet it by padding (NAME+padN).",
     "latent_size": "The latent size of latent attention is one of these.",

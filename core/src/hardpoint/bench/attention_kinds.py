@@ -17,6 +17,8 @@ from hardpoint.attention.phases import PhasedBackend, PhasedLatentBackend
 from hardpoint.bench.device_timer import Run
 from hardpoint.dtypes import dtype_of
 from hardpoint_plugin_api import (
+    GROUP_SIZE,
+    NVFP4,
     AttentionBackend,
     AttentionCall,
     AttentionMetadata,
@@ -98,7 +100,10 @@ class CausalKind(Kind):
 
     @property
     def key_bytes(self) -> int:
-        return 2 * self.spec.num_kv_heads * self.spec.head_size * dtype_of(self.spec.kv_dtype).itemsize
+        elements = 2 * self.spec.num_kv_heads * self.spec.head_size
+        if self.spec.kv_dtype == NVFP4:
+            return elements // 2 + elements // GROUP_SIZE
+        return elements * dtype_of(self.spec.kv_dtype).itemsize
 
     @property
     def query_bytes(self) -> int:

@@ -1,7 +1,9 @@
-"""Scales for a KV cache of 8 bits, from the largest keys and values of a text, and a checkpoint that has them.
+"""Scales for a KV cache of 8 or 4 bits, from the largest keys and values of a text, and a checkpoint that has them.
 
 The output follows compressed-tensors: ``ATTENTION.k_scale`` and ``ATTENTION.v_scale``, float32 [1], and
-``kv_cache_scheme`` in the config.
+``kv_cache_scheme`` in the config. Model Optimizer's configs say NVFP4 by ``kv_cache_quant_algo``. A scale
+of NVFP4 is the largest magnitude over 448 times 6, as Model Optimizer has it: then the scale of the largest group is
+the largest number of float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.layers.attention import Attention
 from hardpoint.layers.base import walk
 from hardpoint.layers.causal_lm import CausalLM
-from hardpoint_plugin_api import AttentionBackend, AttentionCall, CheckpointError, ConfigError
-from hardpoint_plugin_api.elements import BUILT_IN
+from hardpoint_plugin_api import GROUP_SIZE, NVFP4, AttentionBackend, AttentionCall, CheckpointError, ConfigError
+from hardpoint_plugin_api.elements import BUILT_IN, FLOAT4_E2M1, FLOAT8_E4M3FN
 
 WINDOW = 512
 """Tokens of a prompt."""
@@ -116,6 +118,11 @@ def _observe(backend: AttentionBackend, largest: Largest) -> None:
     vars(backend)["forward"] = observed
 
 
+def _largest_number(element: str) -> float:
+    """The largest number that a cache of ``element`` holds, less the scale that is calibrated."""
+    return FLOAT8_E4M3FN.largest * FLOAT4_E2M1.largest if element == NVFP4 else BUILT_IN[element].largest
+
+
 def check(checkpoint: Checkpoint, out: Path, element: str) -> None:
     """Raise ConfigError, as far as it is known before anything is measured, where ``write`` would: for a folder that is
     there, and for checkpoints in other formats than Hugging Face's or whose quantization method reads no scales."""
@@ -136,14 +143,14 @@ def check(checkpoint: Checkpoint, out: Path, element: str) -> None:
 
 
 def write(checkpoint: Checkpoint, out: Path, found: Mapping[str, Largest], element: str) -> None:
-    """Write the checkpoint to the new folder ``out``, with scales for a cache of ``element`` (int8, float8_e4m3fn).
+    """Write the checkpoint to the new folder ``out``, with scales for a cache of ``element``.
 
-    Files are linked where the file system can, else copied. Raises ConfigError as ``check`` does, and for checkpoints
-    that have scales.
+    That is int8, float8_e4m3fn or nvfp4. Files are linked where the file system can, else copied. Raises ConfigError as
+    ``check`` does, and for checkpoints that have scales.
     """
     check(checkpoint, out, element)
     files = SafetensorsFiles(checkpoint.folder)
-    top = BUILT_IN[element].largest
+    top = _largest_number(element)
     scales = {
         f"{name}.{part}_scale": torch.tensor([getattr(largest, part) / top or 1.0])
         for name, largest in found.items()
@@ -166,11 +173,17 @@ def _config(checkpoint: Checkpoint, element: str) -> dict[str, Any]:
     config = dict(checkpoint.config.data)
     stored = checkpoint.quantization_config
     scheme = {"num_bits": 8, "type": "int" if element == "int8" else "float", "strategy": "tensor", "dynamic": False}
+    if element == NVFP4:  # as compressed-tensors' preset of NVFP4 has it for activations
+        scheme |= {"num_bits": 4, "strategy": "tensor_group", "group_size": GROUP_SIZE, "dynamic": "local"}
     if stored is None:
         stored = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": {}}
     if stored["quant_method"] == "compressed-tensors":
         config["quantization_config"] = {**stored, "kv_cache_scheme": {**scheme, "symmetric": True}}
-    elif element == "int8":
+    elif element == NVFP4 and stored["quant_method"] == "modelopt":
+        inner = {**stored.get("quantization", stored), "kv_cache_quant_algo": "NVFP4"}
+        inner.pop("kv_cache_scheme", None)
+        config["quantization_config"] = {**stored, "quantization": inner} if "quantization" in stored else inner
+    elif element != "float8_e4m3fn":
         raise ConfigError(
             f"{checkpoint.config_path}: quantization method {stored['quant_method']!r} has scales of 8-bit floats "
             "alone for a cache; calibrate for --kv-cache-dtype fp8"

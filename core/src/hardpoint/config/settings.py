@@ -167,7 +167,7 @@ class EngineSettings(BaseModel):
     kv_cache_dtype: CacheDtype = setting(
         Group.MEMORY,
         "auto",
-        "Data type of the KV cache. auto: the model's. fp8 (the device's) and int8 take less.",
+        "Data type of the KV cache. auto: the model's. fp8 (the device's) and int8 take less, nvfp4 the least.",
     )
     block_size: PageSize | None = setting(
         Group.MEMORY, None, "Tokens per block of the KV cache. Default: the platform's choice."

@@ -16,7 +16,7 @@ from hardpoint_plugin_api import FAMILIES, UnknownNameError
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 KVDtype = Literal[
-    "auto", "float32", "float16", "bfloat16", "fp8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "int8"
+    "auto", "float32", "float16", "bfloat16", "fp8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "int8", "nvfp4"
 ]
 
 ExecutorKind = Literal["inproc", "mp", "ray", "torchrun"]

@@ -23,6 +23,7 @@ from hardpoint.quantization.shard_checks import (
     cut_error,
 )
 from hardpoint_plugin_api import (
+    NVFP4,
     CacheScales,
     CheckpointError,
     CheckpointTensors,
@@ -352,7 +353,7 @@ class Quantization:
         """Whether the checkpoint has scales for a cache of ``kv_dtype`` of the attention layer at ``path``, which asks
         for them."""
         module = self._modules.get((f"{path}.qkv", "q"))
-        if self.method is None or module is None or kv_dtype not in BUILT_IN:
+        if self.method is None or module is None or kv_dtype not in (*BUILT_IN, NVFP4):
             return False
         attention = module.rpartition(".")[0]
         with blame(self.method.offer):

@@ -16,6 +16,7 @@ from hardpoint.conformance.families.scaled_cache import (
     WIDE,
     cache_dtypes,
     clash,
+    element_bytes,
     rounded,
     scalings,
     set_scales,
@@ -160,7 +161,8 @@ def _misplaced(region: Region, page_bytes: int) -> str | None:
 def round_trip(subject: Subject, spec: CacheSpec, block_size: int, slack: int, seed: int) -> Finding:
     """``round-trip``: what ``from_logical`` writes, ``to_logical`` reads, and no other page and no gap is touched.
 
-    Where each token's head has a scale, values are rounded on the way: by no more than such elements must.
+    Where each token's head, or each group of its elements, has a scale, values are rounded on the way: by no more than
+    such elements must.
     """
     layout, device = _layout(subject), subject.site.device
     size = layout.page_bytes(spec, block_size) + slack * max(layout.alignment, 16)
@@ -179,9 +181,9 @@ def round_trip(subject: Subject, spec: CacheSpec, block_size: int, slack: int, s
         return Finding.failed("round-trip", "planes", message)
     for plane in spec.planes:
         name, wanted, got = plane.name, drawn[plane.name], read[plane.name]
-        if plane.scaling == "row":
+        if plane.scaling in ("row", "group"):
             host = wanted.cpu()
-            truth, own = host.double(), rounded(host, plane.dtype)
+            truth, own = host.double(), rounded(host, plane)
             if (found := compare(name, got.float(), own, truth, ERRORS, device)).faults:
                 return Finding.of(found)
         elif got.shape != wanted.shape or not torch.equal(got, wanted):
@@ -216,13 +218,16 @@ def _layout(subject: Subject) -> CacheLayout:
 
 
 def _stored(x: torch.Tensor, plane: Plane, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values of ``x`` [T, K, D] in a cache, without a static ``scale``: rounded to its elements, and in float64."""
+    """The values of ``x`` [T, K, D] in a cache, less a ``scale`` for all of them: rounded to its elements, and in
+    float64."""
     if plane.scaling == "none":
         own = x.to(dtype_of(plane.dtype))
         return own, own
     if scale is None:
-        return rounded(x, plane.dtype), x.double()
+        return rounded(x, plane), x.double()
     elements = x.float() / scale
+    if plane.scaling == "group":
+        return rounded(elements, plane), elements.double()
     return round_to(elements, plane.dtype).float(), elements.double()
 
 
@@ -273,7 +278,7 @@ class StoreProbe:
         free = self.subject.site.free_bytes if far else 0
         planes, own_planes = spec.planes, self.spec.cache_spec.planes  # an adapter may store wider heads
         names, first = [plane.name for plane in planes], planes[0]
-        count = far_pages(size // dtype_of(first.dtype).itemsize) if far == "cache" else _PAGES
+        count = far_pages(size // element_bytes(first)) if far == "cache" else _PAGES
         pages = torch.cat([torch.arange(1, 4), torch.arange(count - 3, count)])  # near both ends
         rows = self.num_tokens + self._row["padding"]
         slots = torch.randperm(len(pages) * block, generator=generator)[: self.num_tokens]
@@ -300,7 +305,7 @@ class StoreProbe:
             for name, x in zip(names, new, strict=True)
         }
         placed_slots = place(where.to(torch.int32), device)
-        scales = static_scales() if first.scaling == "static" else (None,) * len(planes)
+        scales = static_scales() if self._row.get("static_scales") else (None,) * len(planes)
 
         def state() -> Sequence[torch.Tensor]:
             content = self.backend.layout.to_logical(views, pages.to(device))

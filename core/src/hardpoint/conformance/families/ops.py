@@ -39,10 +39,10 @@ from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionSpec,
     CacheLayout,
-    CacheSpec,
     Contribution,
     Feature,
     OpWorkload,
+    Plane,
     QuantSpec,
     Reason,
 )
@@ -271,7 +271,7 @@ class OpProbe:
             if drawn not in self._expected:  # most checks of a trial draw the same inputs
                 expected = op_expected(op, case)
                 if foreign and is_scaled(foreign.dtype):  # it holds numbers rounded, by no more than it must
-                    state = [replace(e, own=rounded(e.own, foreign.dtype)) for e in expected.state]
+                    state = [replace(e, own=rounded(e.own, foreign.plane)) for e in expected.state]
                     expected = replace(expected, state=tuple(state))
                 self._expected[drawn] = expected
             return self._expected[drawn]
@@ -352,6 +352,7 @@ class _ForeignCache:
 
     layout: CacheLayout
     dtype: str
+    plane: Plane
     buffer: torch.Tensor
     views: dict[str, torch.Tensor]
     pages: torch.Tensor
@@ -362,12 +363,12 @@ class _ForeignCache:
     ) -> _ForeignCache:
         """The keys and values of ``plain``, each [pages, block, K, D], in ``layout``, as elements of ``dtype``."""
         count, block_size, heads, size = plain["k"].shape
-        spec = CacheSpec.keys_values(heads, size, dtype, scaling="row" if is_scaled(dtype) else "none")
+        spec = AttentionSpec(heads, heads, size, 1.0, dtype, dtype, block_size).cache_spec
         zeros = torch.zeros(count * layout.page_bytes(spec, block_size), dtype=torch.uint8)
         buffer = place(zeros, device)
         views, pages = layout.views(buffer, count, spec, block_size), torch.arange(count, device=device)
         layout.from_logical(views, pages, {name: plain[name].to(device) for name in ("k", "v")})
-        return cls(layout, dtype, buffer, views, pages)
+        return cls(layout, dtype, spec["k"], buffer, views, pages)
 
     def logical(self) -> Sequence[torch.Tensor]:
         """Keys and values without the null page, as ``plain`` had them; float32 where they are rounded."""

@@ -1,9 +1,10 @@
-"""Caches of 8-bit elements: what a trial draws for them, and what they may hold.
+"""Caches of elements of 8 bits and 4: what a trial draws for them, and what they may hold.
 
 Keys and values do not fit such elements as they are: they are divided by a scale first, one for each token and head
-where the layout keeps them, or one that the checkpoint gives for all. How scales are rounded, and in which order one
-divides, is the layout's own; so what it may hold is judged by the error of the plainest way, and what attention makes
-of it by what is held, in the layout's own words.
+where the layout keeps them, or one that the checkpoint gives for all. 4-bit floats have a scale for each group of
+elements, and one for all may multiply it. How scales are rounded, and in which order one divides, is the layout's own;
+so what it may hold is judged by the error of the plainest way, and what attention makes of it by what is held, in the
+layout's own words.
 """
 
 from __future__ import annotations
@@ -14,19 +15,27 @@ from hardpoint.conformance.site import Subject
 from hardpoint.dtypes import dtype_of
 from hardpoint.numerics import largest, round_to
 from hardpoint.ops.error_model import ErrorModel
-from hardpoint_plugin_api import AttentionBackend, Feature, Plane
+from hardpoint_plugin_api import GROUP_SIZE, NVFP4, AttentionBackend, Feature, Plane
+from hardpoint_plugin_api.elements import FLOAT4_E2M1, FLOAT8_E4M3FN
 
 ERRORS = ErrorModel(scale="row")
 NEAR, WIDE = 3.0, 12.0
 """Tokens' magnitudes lie between 2**-3 and 2**3: then a neighbour's scale is good enough for nobody's values. Between
 2**-12 and 2**12 no one scale is good enough for all."""
+_GROUPS_REACH = 4.0
+"""Magnitudes of groups lie between 2**-4 and 2**4: their 8-bit scales are as precise there as they can be."""
 _STATIC = (0.06, 0.11)
 """Of keys and of values: elements up to 127 and more then hold what is drawn."""
 
 
 def is_scaled(kv_dtype: str) -> bool:
     """Whether a cache of such elements has scales."""
-    return dtype_of(kv_dtype).itemsize == 1
+    return kv_dtype == NVFP4 or dtype_of(kv_dtype).itemsize == 1
+
+
+def element_bytes(plane: Plane) -> int:
+    """The bytes that an address of a plane counts by; of 4-bit elements two share one."""
+    return 1 if plane.scaling == "group" else dtype_of(plane.dtype).itemsize
 
 
 def cache_dtypes(subject: Subject) -> tuple[str, ...]:
@@ -50,10 +59,13 @@ def clash(kv_dtype: str, static: bool) -> bool:
 
 
 def spread(x: torch.Tensor, plane: Plane, generator: torch.Generator, reach: float = NEAR) -> torch.Tensor:
-    """``x`` [..., *plane.shape], with a magnitude of its own, up to 2**reach, for each row that has a scale."""
-    if plane.scaling != "row":
+    """``x`` [..., *plane.shape], with a magnitude of its own, up to 2**reach, for each row or group with a scale."""
+    if plane.scaling not in ("row", "group"):
         return x
-    return x * ((torch.rand(*x.shape[:-1], 1, generator=generator) * 2 - 1) * reach).exp2()
+    parts = plane.shape[-1] // GROUP_SIZE if plane.scaling == "group" else 1
+    reach = min(reach, _GROUPS_REACH) if plane.scaling == "group" else reach
+    powers = (torch.rand(*x.shape[:-1], parts, generator=generator) * 2 - 1) * reach
+    return x * powers.exp2().repeat_interleave(x.shape[-1] // parts, dim=-1)
 
 
 def static_scales(layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,13 +75,31 @@ def static_scales(layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def set_scales(backend: AttentionBackend, device: torch.device, layer: int = 0) -> None:
-    """Give a backend its static scales, where it has some."""
+    """Give a backend its scales of all keys and of all values, where it has some."""
     if backend.spec.static_cache_scales:
         k, v = static_scales(layer)
         backend.set_cache_scales(k.to(device), v.to(device))
 
 
-def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
+def rounded(x: torch.Tensor, plane: Plane) -> torch.Tensor:
+    """The numbers that the elements of a plane hold for ``x`` [..., D], with a scale for each row or group; float32."""
+    if plane.scaling == "group":
+        return _rounded_groups(x.float())
+    return rounded_rows(x, plane.dtype)
+
+
+def _rounded_groups(x: torch.Tensor) -> torch.Tensor:
+    """``rounded`` of 4-bit floats: in float64, by the list of their values, not by the layout's own code."""
+    groups = x.double().unflatten(-1, (-1, GROUP_SIZE))
+    elements = torch.tensor(FLOAT4_E2M1.values, dtype=torch.float64)
+    scale = (groups.abs().amax(-1, keepdim=True) / elements.max()).clamp_max(FLOAT8_E4M3FN.largest)
+    scale = scale.to(torch.float8_e4m3fn).double()
+    scale = torch.where(scale == 0, 1.0, scale)
+    nearest = elements[((groups / scale)[..., None] - elements).abs().argmin(-1)]
+    return (nearest * scale).flatten(-2).float()
+
+
+def rounded_rows(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """The numbers that elements of ``dtype`` hold for ``x`` [..., D], with a scale for each row; float32."""
     scale = x.float().abs().amax(-1, keepdim=True) / largest(dtype)
     scale = torch.where(scale == 0, 1.0, scale)

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hardpoint.conformance.families.scaled_cache import is_scaled, spread
+from hardpoint.conformance.families.scaled_cache import element_bytes, is_scaled, spread
 from hardpoint.conformance.memory import POISON, Placement, empty, far_pages, place, place_far
 from hardpoint.dtypes import dtype_of
 from hardpoint.ops.judge import Expectation
 from hardpoint.reference.attention import attend, attention_weights
 from hardpoint_plugin_api import (
     NULL_PAGE,
+    NVFP4,
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
@@ -309,7 +310,7 @@ def _cache(
 
 def pages_to_be_far(layout: CacheLayout, spec: CacheSpec, block: int) -> int:
     """How many pages it takes until the elements of a page begin past 2**31."""
-    return far_pages(layout.page_bytes(spec, block) // max(dtype_of(plane.dtype).itemsize for plane in spec.planes))
+    return far_pages(layout.page_bytes(spec, block) // max(map(element_bytes, spec.planes)))
 
 
 def expectations(
@@ -328,7 +329,6 @@ def expectations(
     reference's own error is the worst of several evaluations that differ in the order of summation alone: how far one
     of them is off is luck where a score's rounding decides between two keys.
     """
-    kv_dtype = dtype_of(spec.kv_dtype)
     orders = [torch.randperm(spec.head_size, generator=torch.Generator().manual_seed(i)) for i in range(_EVALUATIONS)]
 
     def expectation(label: str, request: Request, cached: Sequence[torch.Tensor], stored: int) -> Expectation:
@@ -339,7 +339,7 @@ def expectations(
         constants = (spec, sinks, alibi_slopes)
         truth = attend(request.q.double(), keys, values, *constants)
         found = [evaluated(request.q, keys, values, number) for number in range(_EVALUATIONS)]
-        if is_scaled(spec.kv_dtype) and len(keys) <= _FEW_KEYS:
+        if is_scaled(spec.kv_dtype) and spec.kv_dtype != NVFP4 and len(keys) <= _FEW_KEYS:
             found.extend(with_scaled_weights(request.q, keys, values, *constants, seeds=range(_EVALUATIONS)))
         own = worst(truth, found)
         other = expectation(label, request, cached, request.num_old) if stored > request.num_old and rounds else None
@@ -359,9 +359,9 @@ def expectations(
         each = values.float().repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)
         return torch.einsum("hts,shd->thd", weights, each).to(q.dtype)
 
-    rounds = kv_dtype != dtype_of(spec.dtype)
+    rounds = spec.kv_dtype != spec.dtype
     titles = [f"request {i} ({piece.query} of {piece.total})" for i, piece in enumerate(pieces)]
-    caches = held or [(r.k.to(kv_dtype), r.v.to(kv_dtype)) for r in requests]
+    caches = held or [(r.k.to(dtype_of(spec.kv_dtype)), r.v.to(dtype_of(spec.kv_dtype))) for r in requests]
     return tuple(
         expectation(title, r, cached, r.k.shape[0]) for title, r, cached in zip(titles, requests, caches, strict=True)
     )

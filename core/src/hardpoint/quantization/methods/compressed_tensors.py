@@ -23,11 +23,10 @@ input activations; ``ignore`` names modules in the same ways. The tensors of a m
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from hardpoint.quantization.methods.compressed_tensors_config import Group, read_groups
 from hardpoint.quantization.methods.compressed_tensors_modules import ModuleReader
-from hardpoint.quantization.methods.fp8 import stored_cache_scales
+from hardpoint.quantization.methods.fp8 import cache_element, stored_cache_scales
 from hardpoint.quantization.methods.settings import Settings
 from hardpoint_plugin_api import CacheScales, MethodRequest, Module, QuantizationMethod, QuantSpec, Scheme
 
@@ -50,8 +49,7 @@ class CompressedTensors(QuantizationMethod):
         if transforms is not None and transforms.get("config_groups", None):
             raise transforms.wrong("config_groups", "must be empty: rotations of weights are not supported")
         self._groups = read_groups(settings)
-        cache = settings.table("kv_cache_scheme")
-        self._cache_of_integers = cache is not None and cache.get("type", "float") == "int"
+        self._cache_element = cache_element(settings)
         self._ignore = settings.texts("ignore")
         self._tensors, self._dtype = request.tensors, request.dtype
 
@@ -67,8 +65,7 @@ class CompressedTensors(QuantizationMethod):
         return Scheme(weight, activation, stored + more, (agree, value))
 
     def cache_scales(self, attention: str) -> CacheScales | None:
-        found = stored_cache_scales(self._tensors, attention)
-        return replace(found, element="int8") if found is not None and self._cache_of_integers else found
+        return stored_cache_scales(self._tensors, attention, self._cache_element)
 
     def _group_of(self, module: Module) -> Group | None:
         """The group with the most specific target: a name, then a pattern, then the class."""

@@ -16,6 +16,7 @@ import torch
 
 from hardpoint.quantization.methods.settings import Settings
 from hardpoint_plugin_api import (
+    NVFP4,
     CacheScales,
     CheckpointError,
     CheckpointTensors,
@@ -29,7 +30,8 @@ from hardpoint_plugin_api import (
     StoredTensor,
 )
 
-_ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
+_FP8 = "float8_e4m3fn"
+_ELEMENTS = (_FP8, "float8_e5m2")
 _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 _INPUT_SCALES = ("input_scale", "act_scale", "activation_scale")
 _OUT, _IN = Dim("out"), Dim("in")
@@ -129,13 +131,27 @@ def single_value(tensors: CheckpointTensors, name: str) -> float:
     return float(value.float())
 
 
-def stored_cache_scales(tensors: CheckpointTensors, attention: str) -> CacheScales | None:
-    """``k_scale`` and ``v_scale`` beside an attention module's projections, where both are there.
+def cache_element(settings: Settings) -> str:
+    """The element of caches that the checkpoint's scales are for: ``int8``, ``float8_e4m3fn`` or ``nvfp4``.
+
+    ``kv_cache_scheme`` says so, of compressed-tensors and of newer Model Optimizer; else the latter's
+    ``kv_cache_quant_algo``. 4-bit floats are NVFP4 to both.
+    """
+    scheme = settings.table("kv_cache_scheme")
+    if scheme is None:
+        return NVFP4 if settings.get("kv_cache_quant_algo", None) == "NVFP4" else _FP8
+    if scheme.get("type", "float") == "int":
+        return "int8"
+    return NVFP4 if scheme.get("num_bits", 8) == 4 else _FP8
+
+
+def stored_cache_scales(tensors: CheckpointTensors, attention: str, element: str = _FP8) -> CacheScales | None:
+    """``k_scale`` and ``v_scale`` beside an attention module's projections, where both are there, for ``element``.
 
     Model Optimizer has them within the projections, compressed-tensors before August 2024 as their ``output_scale``.
     """
     for name in ("{0}_scale", "{0}_proj.{0}_scale", "{}_proj.output_scale"):
         k, v = (f"{attention}.{name.format(part)}" for part in "kv")
         if {k, v} <= tensors.names:
-            return CacheScales(k, v)
+            return CacheScales(k, v, element)
     return None

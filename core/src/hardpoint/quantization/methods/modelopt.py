@@ -29,6 +29,7 @@ from hardpoint.quantization.methods.block_floats import (
     stored_group_scales,
 )
 from hardpoint.quantization.methods.fp8 import (
+    cache_element,
     column,
     copied,
     single,
@@ -78,6 +79,7 @@ class ModelOpt(QuantizationMethod):
             raise settings.wrong("quantized_layers", "must say how each module is quantized")
         self._excluded = settings.texts("ignore") or settings.texts("exclude_modules")
         self._tensors, self._dtype = request.tensors, request.dtype
+        self._cache_element = cache_element(settings)
         self._readers: dict[str, Callable[[Module], Scheme]] = {
             "FP8": self._fp8,
             "FP8_PER_CHANNEL_PER_TOKEN": self._fp8_by_channel,
@@ -91,7 +93,7 @@ class ModelOpt(QuantizationMethod):
         return None if algorithm is None else self._readers[algorithm](module)
 
     def cache_scales(self, attention: str) -> CacheScales | None:
-        return stored_cache_scales(self._tensors, attention)
+        return stored_cache_scales(self._tensors, attention, self._cache_element)
 
     def _algorithm_of(self, module: Module) -> str | None:
         """How a module is stored; None where it is as it was. Routers that nobody quantized need not be excluded."""
