@@ -20,7 +20,7 @@ from tests.support import flashinfer_all2all_stand_in as stand_in
 from tests.support.checkpoints import write_checkpoint
 from tests.support.flashinfer_all2all_stand_in import CALLS
 from tests.support.installed_stand_in import installed
-from tests.support.on_host_settings import without_triton
+from tests.support.on_host_settings import WITHOUT_PEERS, without_triton
 from tests.support.two_gpus import two_gpus
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -52,7 +52,7 @@ def test_an_engine(flashinfer: None, h100s: DeviceInfo, tmp_path: Path) -> None:
 
     def run(all2all: str) -> tuple[list[Any], set[str]]:
         settings = without_triton("cuda", dtype="bfloat16", all2all_backend=all2all)
-        settings["deny"] += ("attention.causal=flashinfer", "op.allreduce_add_rms_norm=cuda_flashinfer_allreduce")
+        settings["deny"] += ("attention.causal=flashinfer", *WITHOUT_PEERS)
         with ranks_in_threads(tmp_path, 2, enable_expert_parallel=True, **settings) as llm:
             chosen = {row.chosen for row in llm.table.rows if row.family == "all2all"}
             return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)], chosen

@@ -22,7 +22,7 @@ from hardpoint_cuda.platform import CudaPlatform, describe_arch
 from hardpoint_plugin_api import All2AllWorkload, DeviceInfo
 from tests.parallel.ranks import ranks_in_threads, sharing_replicas
 from tests.support.checkpoints import check_tokens_equal, write_checkpoint
-from tests.support.on_host_settings import without_triton
+from tests.support.on_host_settings import WITHOUT_PEERS, without_triton
 from tests.support.peer_threads import interpret_in_threads
 from tests.support.two_gpus import two_gpus
 
@@ -45,7 +45,7 @@ def h100s(monkeypatch: pytest.MonkeyPatch) -> DeviceInfo:
 
 def settings_of(all2all: str, **more: Any) -> dict[str, Any]:
     settings = without_triton("cuda", all2all_backend=all2all, **more)
-    settings["deny"] += ("attention.causal=flashinfer", "op.allreduce_add_rms_norm=cuda_flashinfer_allreduce")
+    settings["deny"] += ("attention.causal=flashinfer", *WITHOUT_PEERS)
     return settings
 
 

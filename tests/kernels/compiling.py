@@ -34,6 +34,7 @@ READ_FIRST = {
     "decode_latent_attention": {"seq_lens", "block_table"},
     "qk_norm_rope_store_kernel": {"positions_ptr", "slots_ptr", "cos_sin_ptr", "q_weight_ptr", "k_weight_ptr"},
     "rms_norm_kernel": {"weight_ptr"},
+    "allreduce_add_rms_norm_kernel": {"weight_ptr", "peers_ptr"},
     "_gemm": {"weight_scale_ptr"},
     "_skinny": {"weight_ptr", "weight_scale_ptr"},
 }

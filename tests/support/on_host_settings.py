@@ -6,6 +6,9 @@ from typing import Any
 
 from hardpoint.plugin_host import discover
 
+WITHOUT_PEERS = tuple(f"op.allreduce_add_rms_norm=cuda_{name}_allreduce" for name in ("flashinfer", "peer"))
+"""Entries of ``deny``: sums over ranks by the communicator alone."""
+
 
 def without_triton(platform: str, **more: Any) -> dict[str, Any]:
     """Without Triton's kernels, which no host launches."""

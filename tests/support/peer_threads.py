@@ -20,7 +20,9 @@ PROGRAMS = 3
 class Addresses:
     """As PeerMemory, for ranks in threads: each reaches the others' memory at its own address."""
 
-    def __init__(self, own: torch.Tensor, store: Store, rank: int, world: int, seconds: float, instead: str) -> None:
+    def __init__(
+        self, own: torch.Tensor, store: Store, rank: int, world: int, seconds: float, instead: str = ""
+    ) -> None:
         store.set(f"memory/{rank}", str(own.data_ptr()))
         patience = timedelta(seconds=max(seconds, 120))  # whatever a test gives collectives: processors may be shared
         store.wait([f"memory/{other}" for other in range(world)], patience)
