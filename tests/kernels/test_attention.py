@@ -15,7 +15,7 @@ from hardpoint.conformance.families.attention import AttentionTrials
 from hardpoint.conformance.memory import Placement, place
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
-from hardpoint.kernels.attention import TritonAttention, TritonQuantizedCacheAttention
+from hardpoint.kernels.attention import TritonAttention, TritonNvfp4CacheAttention, TritonQuantizedCacheAttention
 from hardpoint.kernels.attention_tuning import (
     DECODE,
     PREFILL,
@@ -29,8 +29,10 @@ from hardpoint.kernels.attention_tuning import (
 from hardpoint.kernels.tables import Rule, Table
 from hardpoint.plugin_host import discover
 from hardpoint.reference.attention import ReferenceAttention
+from hardpoint.reference.nvfp4_cache_attention import Nvfp4CacheAttention
 from hardpoint.reference.quantized_cache_attention import QuantizedCacheAttention
 from hardpoint_plugin_api import (
+    NVFP4,
     AttentionBackend,
     AttentionBatch,
     AttentionCall,
@@ -60,6 +62,9 @@ SPECS = {
     "int8": replace(PLAIN, kv_dtype="int8"),
     "float8": replace(PLAIN, kv_dtype="float8_e4m3fn", window=40),
     "float8_e5m2": replace(PLAIN, dtype="float32", kv_dtype="float8_e5m2", head_size=33),
+    "nvfp4": replace(PLAIN, kv_dtype=NVFP4, head_size=48, window=40),
+    "nvfp4, float32": replace(PLAIN, dtype="float32", kv_dtype=NVFP4, head_size=32, block_size=5, num_heads=6),
+    "nvfp4, float16": replace(PLAIN, dtype="float16", kv_dtype=NVFP4, head_size=128, num_kv_heads=1),
 }
 SPLIT = (Piece(1, 300), Piece(1, 70), Piece(20, 90))
 """Decodes of which one is long enough for several splits, beside a chunk of a prompt."""
@@ -81,7 +86,14 @@ SIGNATURE = {
     **dict.fromkeys(("k_scales", "v_scales", "sinks", "slopes", "partial"), "*fp32"),
     **dict.fromkeys(("score_factor", "cap_factor"), "fp32"),
 }
-TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "i8", "float8_e4m3fn": "fp8e4nv"}
+TYPES = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "int8": "i8",
+    "float8_e4m3fn": "fp8e4nv",
+    NVFP4: "u8",
+}
 LARGE = AttentionSpec(32, 8, 128, 0.1, "bfloat16", "bfloat16", 16)
 COMPILED = {
     "plain": LARGE,
@@ -91,6 +103,8 @@ COMPILED = {
     "float32": replace(LARGE, dtype="float32", kv_dtype="float32"),
     "float8": replace(LARGE, kv_dtype="float8_e4m3fn"),
     "int8": replace(LARGE, kv_dtype="int8"),
+    "nvfp4": replace(LARGE, kv_dtype=NVFP4),
+    "nvfp4, scales of the checkpoint": replace(LARGE, kv_dtype=NVFP4, head_size=80, static_cache_scales=True),
     "all features": replace(LARGE, chunk=8192, soft_cap=30.0, sinks=True, alibi=True),
 }
 TWO_STAGES = Tables.fixed(
@@ -109,7 +123,20 @@ class QuantizedCache(TritonQuantizedCacheAttention):
     tables = FEW
 
 
+class Nvfp4Cache(TritonNvfp4CacheAttention):
+    tables = FEW
+
+
+def on_device(spec: AttentionSpec) -> type[TritonAttention]:
+    """The backend as plugins offer it."""
+    if spec.kv_dtype == NVFP4:
+        return TritonNvfp4CacheAttention
+    return TritonQuantizedCacheAttention if spec.kv_dtype in SCALED else TritonAttention
+
+
 def kinds(spec: AttentionSpec) -> tuple[type[AttentionBackend], type[AttentionBackend]]:
+    if spec.kv_dtype == NVFP4:
+        return Nvfp4Cache, Nvfp4CacheAttention
     if spec.kv_dtype in SCALED:
         return QuantizedCache, QuantizedCacheAttention
     return Attention, ReferenceAttention
@@ -169,19 +196,21 @@ def test_one_backend_has_tiles_for_each_number_of_decodes(pieces: tuple[Piece, .
 @pytest.mark.parametrize("name", SPECS)
 def test_computes_what_the_reference_does_on_the_device(name: str) -> None:
     spec = SPECS[name]
-    kind = TritonQuantizedCacheAttention if spec.kv_dtype in SCALED else TritonAttention
+    kind = on_device(spec)
     pieces = (*MIXED[:4], *(Piece(1, total) for total in (300, 9000, 1, 20000)), *MIXED[4:], Piece(700, 1500))
     device = torch.accelerator.current_accelerator()
     assert device is not None
     assert errors(spec, kind, pieces, device).max() < TOLERANCE[spec.dtype]
 
 
-STORED = [(dtype, False) for dtype in ("float32", "float16", "bfloat16", *SCALED)] + [(dtype, True) for dtype in SCALED]
+STORED = [(dtype, False) for dtype in ("float32", "float16", "bfloat16", *SCALED, NVFP4)]
+STORED += [(dtype, True) for dtype in (*SCALED, NVFP4)]
 
 
 @pytest.mark.parametrize(("kv_dtype", "static"), STORED)
 def test_stores_what_the_reference_does(kv_dtype: str, static: bool) -> None:
-    spec = replace(PLAIN, dtype="float32", kv_dtype=kv_dtype, head_size=33, static_cache_scales=static)
+    size = 48 if kv_dtype == NVFP4 else 33
+    spec = replace(PLAIN, dtype="float32", kv_dtype=kv_dtype, head_size=size, static_cache_scales=static)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 40, spec.num_kv_heads, spec.head_size, generator=generator)
     x *= torch.tensor([1e-9, 1e-3, 1.0, 1e3]).repeat(10)[:, None, None]
@@ -269,8 +298,8 @@ def test_a_known_variant_is_the_right_one() -> None:
 
 def jobs(spec: AttentionSpec, target: str) -> list[Job]:
     """The decode kernel, and the prefill kernel with each of its tiles, as the backend would call them."""
-    scaled = spec.kv_dtype in SCALED
-    kind: Any = TritonQuantizedCacheAttention if scaled else TritonAttention
+    scaled = spec.kv_dtype in SCALED or spec.static_cache_scales
+    kind: Any = on_device(spec)
     if not target.startswith("sm_"):  # a third of the shared memory, and fewer registers for eight warps than for four
         kind = type(kind.__name__, (kind,), {"tables": TWO_STAGES})
     backend = kind(cast(BuildContext, PluginConfigOnly({})), spec)
@@ -286,6 +315,18 @@ def jobs(spec: AttentionSpec, target: str) -> list[Job]:
         module = f"hardpoint.kernels.attention_{kernel}:{kernel}_attention"
         found.append(Job(module, signature, constants, target, tiles.num_warps, tiles.num_stages))
     return found
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_the_store_of_groups_is_compiled_where_there_are_no_such_floats(target: str) -> None:
+    backend = TritonNvfp4CacheAttention(cast(BuildContext, PluginConfigOnly({})), replace(LARGE, kv_dtype=NVFP4))
+    strides = ("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride", "page_stride")
+    signature = {**dict.fromkeys(strides, "i32:16"), "scale_page_stride": "i32:16", "slot_mapping": "*i32"}
+    signature |= {"k": "*bf16", "v": "*bf16", "k_cache": "*u8", "v_cache": "*u8", "num_rows": "i32"}
+    names = TritonNvfp4CacheAttention.store_kernel.arg_names
+    constants = {name: value for name, value in backend._store_constants.items() if name in names}
+    constants |= {"k_scales": None, "v_scales": None}
+    check(compile_kernels([Job("hardpoint.kernels.attention_groups:store_groups", signature, constants, target, 4, 1)]))
 
 
 def check(compiled: list[Any]) -> None:
@@ -331,23 +372,34 @@ class QuantizedCacheNotRecorded(QuantizedCache):
     capture = CaptureGrade.NEVER
 
 
+class Nvfp4CacheNotRecorded(Nvfp4Cache):
+    capture = CaptureGrade.NEVER
+
+
 FEATURES = ["sliding_window", "chunked_local", "soft_cap", "alibi", "sinks"]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scaled", [False, True])
-def test_conforms(scaled: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "kv_dtypes"),
+    [
+        (NotRecorded, "reference", ["float32", "float16", "bfloat16"]),
+        (QuantizedCacheNotRecorded, "reference_quantized_cache", [*SCALED]),
+        (Nvfp4CacheNotRecorded, "reference_nvfp4_cache", [NVFP4]),
+    ],
+)
+def test_conforms(kind: type[TritonAttention], name: str, kv_dtypes: list[str]) -> None:
     """The values of every trial; the other checks are for devices."""
-    kv_dtypes = SCALED if scaled else ("float32", "float16", "bfloat16")
     tried = subject(
         Site.open(discover(), "cpu", {"cpu": {"threads": 1}}),
-        QuantizedCacheNotRecorded if scaled else NotRecorded,
+        kind,
         "attention",
-        name="reference_quantized_cache" if scaled else "reference",
+        name=name,
         requires=[
             {"dtype": ["float32", "float16", "bfloat16"]},
-            {"kv_dtype": list(kv_dtypes)},
-            {"feature": [*FEATURES, "static_cache_scales"] if scaled else FEATURES},
+            {"kv_dtype": kv_dtypes},
+            *([{"head_multiple": 16}] if kv_dtypes == [NVFP4] else []),
+            {"feature": FEATURES if name == "reference" else [*FEATURES, "static_cache_scales"]},
         ],
     )
     faults = [

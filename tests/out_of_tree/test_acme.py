@@ -172,6 +172,7 @@ def test_explain_shows_it_with_reasons(acme: Path, tmp_path: Path) -> None:
         "cpu_native_quantized_cache": ["kv-dtype"],
         "reference": ["comes-after"],
         "reference_batch_invariant": ["comes-after"],
+        "reference_nvfp4_cache": ["kv-dtype"],
         "reference_quantized_cache": ["kv-dtype"],
         "acme_paged": ["head-multiple"],
         "acme_paged+pad32": ["layout"],

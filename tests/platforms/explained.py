@@ -76,6 +76,7 @@ _LATENT = {
 MODELS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3-8B": (_QWEN3, {}),
     "Qwen3-8B --quantization fp8 --kv-cache-dtype fp8": (_QWEN3, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "Qwen3-8B --kv-cache-dtype nvfp4": (_QWEN3, {"kv_cache_dtype": "nvfp4"}),
     "Qwen3-8B --quantization int8 --kv-cache-dtype int8": (_QWEN3, {"quantization": "int8", "kv_cache_dtype": "int8"}),
     "Qwen3-8B --quantization int4": (_QWEN3, {"quantization": "int4"}),
     "Qwen3-30B-A3B --quantization fp8": (_QWEN3 | _EXPERTS, {"quantization": "fp8"}),

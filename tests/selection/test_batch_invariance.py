@@ -76,6 +76,7 @@ def test_explain_says_why_the_fast_ones_were_passed_over() -> None:
         "cpu_native_quantized_cache": ["kv-dtype", "feature"],
         "cpu_paged": ["feature"],
         "reference": ["feature"],
+        "reference_nvfp4_cache": ["kv-dtype", "feature"],
         "reference_quantized_cache": ["kv-dtype", "feature"],
     }
 

@@ -17,6 +17,7 @@ import triton
 
 from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.attention_decode import decode_attention
+from hardpoint.kernels.attention_groups import store_groups
 from hardpoint.kernels.attention_prefill import prefill_attention
 from hardpoint.kernels.attention_store import store_keys_and_values
 from hardpoint.kernels.attention_tuning import VARIANTS, DecodeTuning, Tables
@@ -33,11 +34,13 @@ from hardpoint_plugin_api import (
     CacheLayout,
     CaptureGrade,
     DeviceInfo,
+    GroupScaledLayout,
     PlainLayout,
     Reason,
     ScaledLayout,
     StoreCall,
 )
+from hardpoint_plugin_api.elements import BUILT_IN
 
 LOG2_E = 1.4426950408889634
 _MOST_HEAD_SIZE = 256
@@ -83,6 +86,7 @@ class TritonAttention(AttentionBackend):
     layout: ClassVar[CacheLayout] = PlainLayout()
     capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
     exact_lengths: ClassVar[bool] = False
+    store_kernel: ClassVar[Any] = store_keys_and_values
     tables: ClassVar[Tables | None] = None
     """Tables that take the place of the device's, for tests and benchmarks."""
 
@@ -90,8 +94,9 @@ class TritonAttention(AttentionBackend):
         super().__init__(ctx, spec)
         tables = self.tables or Tables.of(ctx)
         self._group = spec.num_heads // spec.num_kv_heads
+        scales = self._scales_of(spec)
         # Where one of two dtypes may not hold the other's numbers, products are in float32.
-        wide = dtype_of(spec.kv_dtype).itemsize > 1 and spec.kv_dtype != spec.dtype
+        wide = scales == "none" and spec.kv_dtype != spec.dtype
         itemsize = 4 if wide else dtype_of(spec.dtype).itemsize
         block_d = max(16, triton.next_power_of_2(spec.head_size))
         capped = spec.soft_cap is not None
@@ -100,9 +105,6 @@ class TritonAttention(AttentionBackend):
             if spec.soft_cap is not None
             else (LOG2_E * spec.scale, 0.0)
         )
-        scales = "none"
-        if dtype_of(spec.kv_dtype).itemsize == 1:
-            scales = "static" if spec.static_cache_scales else "token"
         facts = {"wide": itemsize == 4, "quantized_cache": scales != "none"}
         self._prefill_tuning = tables.prefill.find(**facts)
         self.prefill_tiles = self._prefill_tuning.tiles
@@ -132,7 +134,7 @@ class TritonAttention(AttentionBackend):
             }
             for tiles in self.prefill_tiles
         ]
-        element = spec.kv_dtype if scales != "none" else None
+        element = spec.kv_dtype if scales in ("static", "token") else None
         self._store_constants: dict[str, Any] = {
             "NUM_KV_HEADS": spec.num_kv_heads,
             "HEAD_SIZE": spec.head_size,
@@ -148,8 +150,8 @@ class TritonAttention(AttentionBackend):
             [in_order(prefill_attention, {**constants, "STAGES": n + 1}) for n in range(constants["STAGES"])]
             for constants in self.prefill_constants
         ]
-        self._store = Launcher(store_keys_and_values)
-        self._store_arguments = in_order(store_keys_and_values, self._store_constants)
+        self._store = Launcher(self.store_kernel)
+        self._store_arguments = in_order(self.store_kernel, self._store_constants)
         splits = max(one.splits for one in self.decodes)
         counters = max(one.splits * one.head_blocks for one in self.decodes)
         size = f"{spec.num_heads}x{spec.head_size}_{splits}_{counters}"
@@ -288,6 +290,12 @@ class TritonAttention(AttentionBackend):
 
             in_stages_that_fit((self.spec, tiles, q.device), tiles.num_stages, prefill)
 
+    def _scales_of(self, spec: AttentionSpec) -> str:
+        """The kernels' SCALES: "none", or whether a token's head has a scale or all keys have one."""
+        if spec.kv_dtype not in BUILT_IN:
+            return "none"
+        return "static" if spec.static_cache_scales else "token"
+
     def _pages(self, cache: _Cache) -> tuple[Any, ...]:
         """Elements and scales of keys and of values, and the strides from page to page."""
         k_scales, v_scales = self.cache_scales
@@ -301,6 +309,22 @@ class TritonQuantizedCacheAttention(TritonAttention):
     """The same over 8-bit elements, with scales from the checkpoint or for each token and head."""
 
     layout: ClassVar[CacheLayout] = ScaledLayout()
+
+
+class TritonNvfp4CacheAttention(TritonAttention):
+    """The same over NVFP4: elements of e2m1, scales of e4m3 for groups of 16, and those of the checkpoint for all."""
+
+    layout: ClassVar[CacheLayout] = GroupScaledLayout()
+    store_kernel: ClassVar[Any] = store_groups
+
+    def _scales_of(self, spec: AttentionSpec) -> str:
+        return "group"
+
+    def _pages(self, cache: _Cache) -> tuple[Any, ...]:
+        """Codes, the scales of all keys and of all values, and the stride from page to page, twice. Groups' scales are
+        found behind the codes of their page."""
+        stride = cache["k"].stride(0)
+        return cache["k"], cache["v"], *self.cache_scales, stride, stride
 
 
 def in_order(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -70,7 +70,8 @@ def decode_attention(
     STAGES: tl.constexpr,
     BEGIN: tl.constexpr,
 ):
-    """Grid: (N + ``SPLITS``) x blocks of heads. ``SCALES``: "none", "static" or "token".
+    """Grid: (N + ``SPLITS``) x blocks of heads. ``SCALES``: "none", "static", "token", or "group", where ``k_scales``
+    and ``v_scales`` are as for "static", or None.
 
     ``partial`` float32 [SPLITS, H, D] and then [SPLITS, H, 2]: each split's sum of values, its highest score and sum of
     weights. ``counters`` int32 [SPLITS, blocks of heads], zero before and after.
@@ -110,8 +111,18 @@ def decode_attention(
     row_slopes = tl.zeros([BLOCK_M], tl.float32)
     if slopes is not None:
         row_slopes = tl.load(slopes + heads, mask=real, other=0.0) * LOG2_E
-    if SCALES == "static":
+    if SCALES != "token" and k_scales is not None:
         score_factor *= tl.load(k_scales)
+    ROW: tl.constexpr = HEAD_SIZE // 2 if SCALES == "group" else HEAD_SIZE  # of a token and head
+    SCALE_ROW: tl.constexpr = HEAD_SIZE // 16 if SCALES == "group" else 1
+    k_scales_of_head = None
+    v_scales_of_head = None
+    if SCALES == "token":
+        k_scales_of_head = k_scales + kv_head
+        v_scales_of_head = v_scales + kv_head
+    if SCALES == "group":  # behind a page's codes
+        k_scales_of_head = k_cache + (BLOCK_SIZE * NUM_KV_HEADS * ROW + kv_head * SCALE_ROW)
+        v_scales_of_head = v_cache + (BLOCK_SIZE * NUM_KV_HEADS * ROW + kv_head * SCALE_ROW)
 
     accumulated, total, highest = attend(
         tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
@@ -122,10 +133,10 @@ def decode_attention(
         row_slopes,
         begin,
         end,
-        k_cache + kv_head * HEAD_SIZE,
-        v_cache + kv_head * HEAD_SIZE,
-        k_scales + kv_head if SCALES == "token" else None,
-        v_scales + kv_head if SCALES == "token" else None,
+        k_cache + kv_head * ROW,
+        v_cache + kv_head * ROW,
+        k_scales_of_head,
+        v_scales_of_head,
         page_stride,
         scale_page_stride,
         block_row,
@@ -134,13 +145,13 @@ def decode_attention(
         cap_factor,
         HEAD_SIZE,
         BLOCK_SIZE,
-        NUM_KV_HEADS * HEAD_SIZE,
-        NUM_KV_HEADS,
+        NUM_KV_HEADS * ROW,
+        NUM_KV_HEADS * SCALE_ROW,
         AMPLITUDE,
         WINDOW,
         CHUNK,
         CAPPED,
-        SCALES == "token",
+        SCALES,
         slopes is not None,
         "end",
         BLOCK_N,
@@ -148,7 +159,7 @@ def decode_attention(
         STAGES,
     )
     value_factor = 1.0
-    if SCALES == "static":
+    if SCALES != "token" and v_scales is not None:
         value_factor = tl.load(v_scales)
     if SCALES == "token":
         value_factor = 1.0 / AMPLITUDE

@@ -61,7 +61,7 @@ def prefill_attention(
     STAGES: tl.constexpr,
     BEGIN: tl.constexpr,
 ):
-    """Grid: tiles x K. Requests are those from ``first_request`` on. ``SCALES``: "none", "static" or "token"."""
+    """Grid: tiles x K. Requests are those from ``first_request`` on. ``SCALES`` is as in decode_attention."""
     if BEGIN is not None:
         BEGIN()
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -92,17 +92,25 @@ def prefill_attention(
     row_slopes = tl.zeros([BLOCK_M], tl.float32)
     if slopes is not None:
         row_slopes = tl.load(slopes + heads, mask=real, other=0.0) * LOG2_E
-    if SCALES == "static":
+    if SCALES != "token" and k_scales is not None:
         score_factor *= tl.load(k_scales)
+    ROW: tl.constexpr = HEAD_SIZE // 2 if SCALES == "group" else HEAD_SIZE  # of a token and head
+    SCALE_ROW: tl.constexpr = HEAD_SIZE // 16 if SCALES == "group" else 1
+    k_scales_of_head = None
+    v_scales_of_head = None
+    if SCALES == "token":
+        k_scales_of_head = k_scales + kv_head
+        v_scales_of_head = v_scales + kv_head
+    if SCALES == "group":  # behind a page's codes
+        k_scales_of_head = k_cache + (BLOCK_SIZE * NUM_KV_HEADS * ROW + kv_head * SCALE_ROW)
+        v_scales_of_head = v_cache + (BLOCK_SIZE * NUM_KV_HEADS * ROW + kv_head * SCALE_ROW)
 
     oldest = num_old + tile * BLOCK_M // GROUP
     newest = num_old + tl.minimum(((tile + 1) * BLOCK_M - 1) // GROUP, num_queries - 1)
     begin = first_read(oldest, WINDOW, CHUNK)
     end = newest + 1
-    k_cache += kv_head * HEAD_SIZE
-    v_cache += kv_head * HEAD_SIZE
-    k_scales_of_head = k_scales + kv_head if SCALES == "token" else None
-    v_scales_of_head = v_scales + kv_head if SCALES == "token" else None
+    k_cache += kv_head * ROW
+    v_cache += kv_head * ROW
     block_row = block_table + request.to(tl.int64) * block_table_stride
     accumulated = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -131,13 +139,13 @@ def prefill_attention(
             cap_factor,
             HEAD_SIZE,
             BLOCK_SIZE,
-            NUM_KV_HEADS * HEAD_SIZE,
-            NUM_KV_HEADS,
+            NUM_KV_HEADS * ROW,
+            NUM_KV_HEADS * SCALE_ROW,
             AMPLITUDE,
             WINDOW,
             CHUNK,
             CAPPED,
-            SCALES == "token",
+            SCALES,
             slopes is not None,
             "none",
             BLOCK_N,
@@ -166,13 +174,13 @@ def prefill_attention(
         cap_factor,
         HEAD_SIZE,
         BLOCK_SIZE,
-        NUM_KV_HEADS * HEAD_SIZE,
-        NUM_KV_HEADS,
+        NUM_KV_HEADS * ROW,
+        NUM_KV_HEADS * SCALE_ROW,
         AMPLITUDE,
         WINDOW,
         CHUNK,
         CAPPED,
-        SCALES == "token",
+        SCALES,
         slopes is not None,
         "span",
         BLOCK_N,
@@ -186,7 +194,7 @@ def prefill_attention(
         accumulated *= decay[:, None]
         total = total * decay + tl.exp2(sink - new_highest)
     value_factor = 1.0
-    if SCALES == "static":
+    if SCALES != "token" and v_scales is not None:
         value_factor = tl.load(v_scales)
     if SCALES == "token":
         value_factor = 1.0 / AMPLITUDE

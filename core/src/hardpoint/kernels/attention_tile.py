@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hardpoint.kernels.attention_groups import load_groups
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -67,7 +69,7 @@ def attend(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     CAPPED: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALES: tl.constexpr,
     ALIBI: tl.constexpr,
     MASK: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -77,8 +79,9 @@ def attend(
     """Take keys and values from ``begin`` to ``end`` into ``accumulated`` [M, D], ``total`` and ``highest``, both [M].
 
     Caches and scales point to one KV head; ``first_pages`` are those of the first tile. Values behind ``end`` are never
-    used: they may be NaN. ``MASK``: "none" (all queries read all of these keys, which fill whole tiles), "end" (all
-    read all), "span" (each reads what it may).
+    used: they may be NaN. ``SCALES``: "token" (a float32 for each key and value), "group" (see attention_groups.py; the
+    strides of tokens are in bytes), else none are read. ``MASK``: "none" (all queries read all of these keys, which
+    fill whole tiles), "end" (all read all), "span" (each reads what it may).
     """
     columns = tl.arange(0, BLOCK_D)
     in_tile = tl.arange(0, BLOCK_N)
@@ -90,15 +93,18 @@ def attend(
         page = next_page.to(tl.int64)
         next_page = pages_of_tile(block_row, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         offset = keys_at % BLOCK_SIZE
-        elements = (page * page_stride + offset * TOKEN_STRIDE)[:, None] + columns[None, :]
-        if BLOCK_D == HEAD_SIZE:
+        rows = page * page_stride + offset * TOKEN_STRIDE
+        scale_rows = page * scale_page_stride + offset * SCALE_STRIDE
+        elements = rows[:, None] + columns[None, :]
+        if SCALES == "group":
+            k = load_groups(k_cache, k_scales, rows, scale_rows, None, q.dtype, HEAD_SIZE, BLOCK_N, BLOCK_D)
+        elif BLOCK_D == HEAD_SIZE:
             k = tl.load(k_cache + elements)
         else:
             k = tl.load(k_cache + elements, mask=columns[None, :] < HEAD_SIZE, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         factor = score_factor
-        if SCALED:
-            scale_rows = page * scale_page_stride + offset * SCALE_STRIDE
+        if SCALES == "token":
             scores *= tl.load(k_scales + scale_rows)[None, :]
         if CAPPED:  # c * tanh(x): tanh(x) is 1 - 2 / (exp(2x) + 1), whatever overflows
             scores = cap_factor - 2 * cap_factor / (tl.exp2(scores * factor) + 1)
@@ -121,13 +127,16 @@ def attend(
         weights = tl.exp2(scores * factor - base[:, None])  # one multiplication and addition: scaled after the maximum
         decay = tl.exp2(highest - base)
         total = total * decay + tl.sum(weights, 1)
-        if SCALED:  # times the elements' range, or 16-bit weights lose their small scales
+        if SCALES == "token":  # times the elements' range, or 16-bit weights lose their small scales
             if MASK == "none":
                 v_scale = tl.load(v_scales + scale_rows)
             else:
                 v_scale = tl.load(v_scales + scale_rows, mask=inside, other=0.0)
             weights *= (v_scale * AMPLITUDE)[None, :]
-        if MASK == "none" and BLOCK_D == HEAD_SIZE:
+        if SCALES == "group":
+            there = None if MASK == "none" else inside
+            v = load_groups(v_cache, v_scales, rows, scale_rows, there, q.dtype, HEAD_SIZE, BLOCK_N, BLOCK_D)
+        elif MASK == "none" and BLOCK_D == HEAD_SIZE:
             v = tl.load(v_cache + elements)
         elif BLOCK_D == HEAD_SIZE:
             v = tl.load(v_cache + elements, mask=inside[:, None], other=0.0)

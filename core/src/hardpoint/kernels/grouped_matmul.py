@@ -278,7 +278,7 @@ def _numbers(
 ):
     """The values of a block's elements, before any scale, [COLUMNS, DEPTH] in ``dtype``."""
     if E2M1:
-        numbers = tl.join(_e2m1(stored, dtype), _e2m1(stored >> 4, dtype)).reshape(COLUMNS, DEPTH)
+        numbers = tl.join(e2m1(stored, dtype), e2m1(stored >> 4, dtype)).reshape(COLUMNS, DEPTH)
     elif NIBBLES:
         codes = tl.join(stored & 0xF, stored >> 4).reshape(COLUMNS, DEPTH)
         numbers = ((codes ^ FLIP).to(tl.int32) - FLIP).to(tl.float32)
@@ -290,7 +290,7 @@ def _numbers(
 
 
 @triton.jit
-def _e2m1(codes, dtype: tl.constexpr):
+def e2m1(codes, dtype: tl.constexpr):
     """The values in ``dtype`` of codes in the low four bits of bytes.
 
     Exponent and mantissa, where those of a number of 16 bits end, are one that is smaller by a power of two.
