@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
 from datetime import timedelta
 from typing import cast
 
@@ -15,6 +16,8 @@ from hardpoint_plugin_api import PlatformError
 __all__ = ["LOOPBACK", "FileStore", "PrefixStore", "Store", "TCPStore", "own_address", "process_group", "tcp_store"]
 
 LOOPBACK = "127.0.0.1"
+_RETRY_SECONDS = 0.1
+_PROBE_SECONDS = 5.0
 
 
 def tcp_store(host: str, port: int, patience: float, *, serves: bool = False) -> TCPStore:
@@ -23,10 +26,25 @@ def tcp_store(host: str, port: int, patience: float, *, serves: bool = False) ->
     It listens at every address of the host, and knows no passwords. Raises PlatformError where it cannot be had.
     """
     try:
+        if not serves:
+            _await_server(host, port, patience)
         return TCPStore(host, port, is_master=serves, timeout=timedelta(seconds=patience), wait_for_workers=False)
-    except RuntimeError as error:  # all that torch.distributed raises
+    except (RuntimeError, OSError) as error:  # torch.distributed raises RuntimeError
         what = "cannot be served" if serves else f"was not reached within {patience:g} seconds (--core-start-timeout)"
         raise PlatformError(f"the store at {host}:{port}, where ranks meet, {what}: {error}") from error
+
+
+def _await_server(host: str, port: int, patience: float) -> None:
+    """Wait until somebody listens there; TCPStore waits more than twice as long as it is told. Raises OSError."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host, port), _PROBE_SECONDS).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(_RETRY_SECONDS)
 
 
 def own_address(host: str, port: int) -> str:
