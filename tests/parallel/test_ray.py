@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
 from hardpoint.engine.execution.ranks.ray_executor import Spot, places_of
+from hardpoint.engine.remote.sharing_replicas import SharingReplicas
 from hardpoint_plugin_api import ConfigError, EngineDeadError, EngineError
 from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint
-from tests.support.engines import SMALL
+from tests.support.engines import SMALL, until
+from tests.support.expert_servers import MIXTURE, servers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = DEEPSEEK_V2 | {"num_hidden_layers": 4}
 needs_ray = pytest.mark.nightly
 
@@ -194,10 +196,52 @@ def test_replicas_that_share_experts_are_built_again(
 
 
 @needs_ray
+@pytest.mark.parametrize("killed", ["core", "actor"])
+def test_two_servers_share_experts_and_are_built_again(
+    killed: str, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    model, prompts = write_checkpoint(tmp_path, "qwen3_moe", **MIXTURE), random_prompts(2, 30, seed=2)
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    llms = servers(tmp_path, executor="ray", on_engine_failure="restart")
+    before = actors()
+    assert len(before) == 2
+    streams = [llm.stream(prompt, long) for llm, prompt in zip(llms, prompts, strict=True)]
+    for stream in streams:
+        next(stream)
+    client = llms[1].client
+    assert isinstance(client, SharingReplicas)
+    os.kill(client._cores[0].facts.pid if killed == "core" else before[0], signal.SIGKILL)
+    with ThreadPoolExecutor(2) as pool:
+        for prompt, outputs in zip(prompts, pool.map(lambda stream: list(stream), streams), strict=True):
+            check_tokens_equal(model, prompt, outputs[-1].outputs[0].token_ids)
+    until(lambda: len(actors()) == 2 and not set(actors()) & set(before))
+    for llm in llms:
+        llm.close()
+    until(lambda: not actors())
+
+
+@needs_ray
 def test_more_ranks_than_there_is_room_for(cluster: Any, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3", num_hidden_layers=5)
     with pytest.raises(EngineError, match=r"no room for 5 ranks of {'CPU': 1.0} each within 5 seconds; free are"):
         on_ray(tmp_path, pipeline_parallel_size=5, core_start_timeout=5)
+
+
+@needs_ray
+def test_a_node_that_is_killed_and_replaced(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request goes on once the cluster has room for all ranks again."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    model, (prompt,) = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=4), random_prompts(1, 30, seed=2)
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with on_ray(tmp_path, pipeline_parallel_size=4, on_engine_failure="restart") as llm:  # two ranks on each node
+        stream = llm.stream(prompt, long)
+        next(stream)
+        cluster.remove_node(cluster.second, False)
+        cluster.second = cluster.add_node(num_cpus=2)
+        check_tokens_equal(model, prompt, list(stream)[-1].outputs[0].token_ids)
+        (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+        check_tokens_equal(model, prompt, output.outputs[0].token_ids)
 
 
 @needs_ray

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,12 +17,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import SamplingParams
 from hardpoint.engine.remote.sharing_replicas import SharingReplicas
 from hardpoint_plugin_api import EngineDeadError, EngineError, HardpointError
 from tests.support import two_hosts
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm, until
+from tests.support.expert_servers import MIXTURE, of_servers, servers
 from tests.support.processes import engine_processes, is_gone
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -75,8 +75,7 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("qwen3_moe")
-    changes: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    return folder, write_checkpoint(folder, "qwen3_moe", max_position_embeddings=16384, **changes)
+    return folder, write_checkpoint(folder, "qwen3_moe", max_position_embeddings=16384, **MIXTURE)
 
 
 @pytest.fixture
@@ -163,20 +162,6 @@ def test_servers_of_two_hosts(mixture: tuple[Path, PreTrainedModel], tmp_path: P
     check(mixture[1], first.stdout + second.stdout)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-def servers(folder: Path, **settings: Any) -> list[LLM]:
-    """Two engines of a replica each, as two servers have them."""
-    given = {"data_parallel_size": 2, "enable_expert_parallel": True, "data_parallel_address": "127.0.0.1"}
-    given |= {"data_parallel_rpc_port": free_port(), **settings}
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda number: small_llm(folder, data_parallel_rank=number, **given), range(2)))
-
-
 def test_two_servers_share_experts(mixture: tuple[Path, PreTrainedModel]) -> None:
     """Each has requests of its own; the other one ends when one is closed."""
     folder, model = mixture
@@ -209,9 +194,8 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def test_two_servers_sleep_and_get_new_weights(mixture: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     """Each is asked by itself; the first waits for the other, which has requests under way until then."""
     folder, model = mixture
-    changes: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     torch.manual_seed(5)
-    other = write_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=16384, **changes)
+    other = write_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=16384, **MIXTURE)
     llms = first, second = servers(folder)
 
     def check_all(expected: PreTrainedModel) -> None:
@@ -271,8 +255,7 @@ def test_a_core_of_another_server_that_is_killed(mixture: tuple[Path, PreTrained
 
 @NIGHTLY
 def test_a_server_that_does_not_come(mixture: tuple[Path, PreTrainedModel]) -> None:
-    given: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True, "core_start_timeout": 8}
-    given |= {"data_parallel_address": "127.0.0.1", "data_parallel_rpc_port": free_port()}
+    given = of_servers(core_start_timeout=8)
     missing = [
         "replica 1, with which this one shares experts, did not come within 8 seconds",
         rf"the store at 127\.0\.0\.1:{given['data_parallel_rpc_port']}, where ranks meet, was not reached within 8 s",

@@ -30,7 +30,7 @@ class EngineConfig(EngineSettings):
     _launched: int | None = PrivateAttr(default=None)
     """The replica of this process, one of torchrun's, where replicas share experts."""
     _meeting: str = PrivateAttr(default="")
-    """The folder where replicas that share experts meet."""
+    """The folder where replicas that share experts meet; the number of the start where they are of several servers."""
 
     def model_post_init(self, context: object, /) -> None:
         """Note which keys the user gave, a plugin's as ``"acme.key"``."""
@@ -137,13 +137,7 @@ class EngineConfig(EngineSettings):
                     f"{shared}, and {here}; give all servers --data-parallel-address HOST of the one that has replica "
                     f"0, or {own}"
                 )
-            if self.executor not in (None, "mp"):
-                executor = written("executor", self.executor, origins)
-                raise ConfigError(f"{shared}, and {here}, which {executor} does not serve; {own}")
-            if self.on_engine_failure == "restart":
-                wanted = written("on_engine_failure", self.on_engine_failure, origins)
-                raise ConfigError(f"{wanted}: {here}, and cannot build the others again; have all servers restarted")
-        elif self.executor not in (None, "mp", "ray", "torchrun"):
+        if self.executor not in (None, "mp", "ray", "torchrun"):
             executor = written("executor", self.executor, origins)
             raise ConfigError(f"{shared}, and {executor} does not serve that; {own}")
         keys = ("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local")
@@ -351,15 +345,23 @@ class EngineConfig(EngineSettings):
         return self._changed({**sizes, **alone, "expert_parallel_size": None})
 
     def meeting_in(self, folder: str) -> Self:
-        """The config of a replica that shares experts with others, which it meets in ``folder``."""
+        """The config of a replica that shares experts with others, which it meets in ``folder``, or in the part of
+        that name of a store."""
         config = self._changed({})
         config._meeting = folder
         return config
 
     @property
     def meeting(self) -> str:
-        """The folder where replicas of this server meet that share experts; empty where they share none."""
+        """The folder, or the part of a store, where replicas meet that share experts; empty where they share none."""
         return self._meeting
+
+    def learning(self, deny: Iterable[str], *, blame_ops: bool) -> Self:
+        """This config with what failures have taught other replicas: their deny lists, and whether ops are blamed."""
+        config = self
+        for choice in deny:
+            config = config if choice in config.deny else config.denying(choice)
+        return config.blaming_ops() if blame_ops and not config.blame_ops else config
 
     def check_data_parallel_rank(self, rank: int | None) -> None:
         """Raise RequestError for a request that asks for a replica of another server; None asks for any."""
@@ -382,6 +384,11 @@ class EngineConfig(EngineSettings):
     def explicit(self) -> frozenset[str]:
         """The keys that the user set, a plugin's as ``"acme.key"``; nothing else may override them."""
         return self._explicit
+
+    @property
+    def of_one_server(self) -> frozenset[str]:
+        """The keys of settings that say which replicas a server has: those of other servers differ."""
+        return frozenset({"data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"})
 
     def explicit_settings(self) -> dict[str, Any]:
         """The settings that the user gave, as a configuration file has them: plugins' keys in their own sections."""

@@ -55,10 +55,10 @@ def check_same_config(control: ControlGroup, own: EngineConfig) -> None:
 
 
 def _given(config: EngineConfig) -> dict[str, object]:
-    """The user's settings. The rest follows from them, and from plugins, which are compared themselves."""
+    """The user's settings that all must have. The rest follows from them, and from plugins, which are compared too."""
     settings = config.model_dump()
     found: dict[str, object] = {}
-    for key in config.explicit:
+    for key in config.explicit - config.of_one_server:
         section, dot, name = key.partition(".")
         found[key] = settings["plugin_config"][section][name] if dot else settings[key]
     return found

@@ -6,11 +6,13 @@ Importing this imports no torch, so that a process can say what went wrong when 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -53,6 +55,10 @@ def run_core(config: EngineConfig, commands: SimpleQueue[Command], send: Callabl
         from hardpoint.engine.blueprint import draw, suspects
         from hardpoint.engine.core import EngineCore
 
+        if config.rendezvous is not None:
+            from hardpoint.engine.remote.server_starts import join_start
+
+            config = join_start(config, partial(_leave, send))
         core = EngineCore.start(draw(config))
         serving = suspects(core.blueprint) if config.restarts_engine else ()
     except Exception as error:
@@ -67,6 +73,13 @@ def run_core(config: EngineConfig, commands: SimpleQueue[Command], send: Callabl
         send(Ended(error, "\n".join(getattr(error, "__notes__", ()))))
     finally:
         core.close()
+
+
+def _leave(send: Callable[[Report | Answer], None], error: EngineDeadError) -> None:
+    """End this process, whatever its other threads wait for."""
+    logger.error("the engine ends: %s", error)
+    send(Ended(error))
+    os._exit(1)
 
 
 class CoreLoop:

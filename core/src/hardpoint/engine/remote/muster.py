@@ -70,18 +70,12 @@ class Muster:
                     threading.Thread(target=_end, args=(late,), name="hardpoint-muster", daemon=True).start()
             if self._is_closed:
                 raise EngineError("the engine is closed")
-            return _united(config, self._configs.values())
+            for other in self._configs.values():
+                config = config.learning(other.deny, blame_ops=other.blame_ops)
+            return config
 
 
 def _end(links: Iterable[Link]) -> None:
     for link in links:
         if link.lost is None:
             link.close(0)
-
-
-def _united(config: EngineConfig, others: Iterable[EngineConfig]) -> EngineConfig:
-    for other in others:
-        for choice in other.deny:
-            config = config if choice in config.deny else config.denying(choice)
-        config = config.blaming_ops() if other.blame_ops and not config.blame_ops else config
-    return config

@@ -273,9 +273,9 @@ class RemoteCore(RemoteControl):
     def _patience(self) -> tuple[float, str]:
         """For how many seconds a core that has something to do may be silent, and the flag that says so."""
         config = self._recovery.config
-        if self._restarting is not None or self._link.answers.are_due:
-            return float(config.core_start_timeout), "--core-start-timeout"
         extra = _RANKS_FIRST_SECONDS if config.topology.world > 1 else 0.0
+        if self._restarting is not None or self._link.answers.are_due:
+            return config.core_start_timeout + extra, "--core-start-timeout"
         return config.step_timeout + extra, "--step-timeout"
 
     def _take(self, report: Report) -> list[RequestProgress]:

@@ -17,6 +17,7 @@ from hardpoint.engine.remote.recovery import RecoveryState
 from hardpoint.engine.remote.remote_control import CallLink
 from hardpoint.engine.remote.remote_core import Link, RemoteCore
 from hardpoint.engine.remote.replicas import Asked, Replicas
+from hardpoint.engine.remote.server_starts import serve_starts
 from hardpoint.engine.requests import RequestProgress
 from hardpoint_plugin_api import EngineDeadError, EngineError
 
@@ -83,7 +84,14 @@ class SharingReplicas(Replicas):
         self._muster, self._is_apart = Muster(start_link, len(config.local_replicas)), config.rendezvous is not None
         self._waits_for: str | None = None
         """The name of a verb that other servers are to do, too."""
+        self._starts: object = None
+        """Keeps the store of several servers."""
         super().__init__(partial(SharingCore, self._muster.start), config)
+        try:
+            self._starts = serve_starts(config)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def recovery(self) -> RecoveryState:
@@ -147,3 +155,4 @@ class SharingReplicas(Replicas):
         self._muster.end()
         super().close()
         self._muster.clean_up()
+        self._starts = None

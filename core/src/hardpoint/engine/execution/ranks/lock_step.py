@@ -11,7 +11,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.control import MeetReplicas, R, Verb
 from hardpoint.engine.execution.executor import Executor, Pending
 from hardpoint.engine.execution.graphs.shapes import captured_tokens
-from hardpoint.engine.execution.ranks.meeting import meet, serve_store
+from hardpoint.engine.execution.ranks.meeting import meet
 from hardpoint.engine.execution.ranks.rounds import CANNOT_GO_ON, Rounds, Share, captured_by_all
 from hardpoint.engine.scheduling.step import StepInput, StepOutput
 from hardpoint_plugin_api import EngineDeadError
@@ -34,7 +34,6 @@ class LockStepExecutor:
         """
         topology = config.topology
         self._is_launched = config.executor_kind == "torchrun"
-        self._served = serve_store(config)
         elsewhere = [n for n in range(topology.data) if topology.here is not None and n not in topology.here]
         self._rounds = Rounds(topology.replica, meet(config), float(config.step_timeout), elsewhere)
         try:

@@ -1,7 +1,7 @@
 """How the cores and ranks of replicas that share experts find each other.
 
-Replicas of one server meet by files. Several servers meet at a store that the one with replica 0 serves, and processes
-that torchrun started at torchrun's.
+Replicas of one server meet by files. Several servers meet at a store that the one with replica 0 serves (see
+``server_starts``), and processes that torchrun started at torchrun's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hardpoint.engine.execution.ranks.round_links import met_at_store, met_in_fo
 from hardpoint_plugin_api import EngineDeadError
 
 if TYPE_CHECKING:
-    from hardpoint.parallel.process_group import Store, TCPStore
+    from hardpoint.parallel.process_group import Store
 
 _RETRY_SECONDS = 0.02
 
@@ -41,22 +41,14 @@ def meet(config: EngineConfig) -> dict[int, Connection]:
     return met_at_store(topology.replica, topology.data, store, host, patience, on_one_host=is_here)
 
 
-def serve_store(config: EngineConfig) -> TCPStore | None:
-    """The store of several servers, which the core of replica 0 must keep; None for other cores."""
-    from hardpoint.parallel.process_group import tcp_store
-
-    if config.rendezvous is None or config.topology.replica:
-        return None
-    return tcp_store(*config.rendezvous, float(config.core_start_timeout), serves=True)
-
-
 def servers_store(config: EngineConfig) -> Store:
-    """A connection to the store of several servers. Raises PlatformError where it does not come."""
+    """A connection to the store of several servers, to the part of this start of all. Raises PlatformError where it
+    does not come."""
     from hardpoint.parallel.process_group import PrefixStore, tcp_store
 
     assert config.rendezvous is not None
     store = tcp_store(*config.rendezvous, float(config.core_start_timeout))
-    return PrefixStore(f"hardpoint-{len(config.deny)}", store)
+    return PrefixStore(f"start-{config.meeting}-{len(config.deny)}", store)
 
 
 def meeting_place(config: EngineConfig, name: str) -> Path:

@@ -17,7 +17,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.engine.execution.ranks.meeting import await_word, leave_word, meeting_place
+from hardpoint.engine.execution.ranks.meeting import await_word, leave_word, meeting_place, servers_store
 from hardpoint.engine.execution.ranks.rank_process import Rank, RankReady, RankReport, RankSpec, end_with_parent
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.execution.ranks.sockets import shut
@@ -25,7 +25,7 @@ from hardpoint.engine.processes import child_process
 from hardpoint.extras import require_extra
 from hardpoint.garbage_collection import keep_what_is_there
 from hardpoint.parallel.choices import Choices
-from hardpoint.parallel.process_group import LOOPBACK, PrefixStore, tcp_store
+from hardpoint.parallel.process_group import LOOPBACK, PrefixStore, Store, tcp_store
 from hardpoint.parallel.topology import Coordinates
 from hardpoint_plugin_api import EngineDeadError, EngineError
 
@@ -41,7 +41,10 @@ _PLACING_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Link:
-    """How an actor reaches the engine's process: the socket for commands, its key, and the store where ranks meet."""
+    """How an actor reaches the engine's process: the socket for commands, its key, and the store where ranks meet.
+
+    Ranks of several servers meet at the servers' store instead.
+    """
 
     host: str
     port: int
@@ -81,8 +84,13 @@ class RankActor:
                 keep_what_is_there()
             send(message)
 
-        patience = float(spec.config.core_start_timeout)
-        rank.run(lambda: PrefixStore("hardpoint", tcp_store(link.host, link.store_port, patience)), report)
+        def meet() -> Store:
+            if spec.config.rendezvous is not None:
+                return servers_store(spec.config)
+            store = tcp_store(link.host, link.store_port, float(spec.config.core_start_timeout))
+            return PrefixStore("hardpoint", store)
+
+        rank.run(meet, report)
 
 
 class RayRank(RankLink):
@@ -205,7 +213,8 @@ def places_of(blueprint: Blueprint, spots: Sequence[Spot], others: Sequence[str]
     for rank, index in enumerate(order):
         spot, before = spots[index], [nodes[i] for i in order[:rank]]
         local = (0, 1) if spot.has_own_devices else (before.count(spot.node), nodes.count(spot.node))
-        found.append((index, Coordinates(topology, rank, *local, on_one_host=len({*nodes, *others}) == 1)))
+        on_one_host = topology.here is None and len({*nodes, *others}) == 1
+        found.append((index, Coordinates(topology, rank, *local, on_one_host=on_one_host)))
     return found
 
 
@@ -225,7 +234,7 @@ def _started(blueprint: Blueprint, actors: Sequence[Any], patience: float) -> tu
     # The blueprint is of ranks on one host. On several, other communicators may serve: then ranks compare theirs.
     choices, levels = Choices.of(blueprint) if is_local else None, child_process.log_levels()
     with Listener((host, 0), backlog=world, authkey=key) as listener:
-        link = Link(host, listener.address[1], key, store.port)
+        link = Link(host, listener.address[1], key, 0 if store is None else store.port)
         listener._listener._socket.settimeout(patience)  # type: ignore[attr-defined]  # there is no public way
         serving = {
             place.rank: (actors[index], actors[index].serve.remote(RankSpec(config, place, choices), link, levels))
@@ -249,9 +258,12 @@ def _started(blueprint: Blueprint, actors: Sequence[Any], patience: float) -> tu
 
 
 def _met(config: EngineConfig, nodes: Sequence[str], patience: float) -> tuple[Any, Sequence[str]]:
-    """The store where ranks meet, which the engine's process serves, or that of replica 0 where replicas share experts;
-    and the nodes of their ranks, given those of this one's. Raises EngineDeadError where another does not come."""
+    """The store where ranks meet, which the engine's process serves, or that of replica 0 where replicas share experts,
+    None where these belong to several servers; and the nodes of their ranks, given those of this one's. Raises
+    EngineDeadError where another does not come."""
     topology = config.topology
+    if config.rendezvous is not None:
+        return None, ()
     if not topology.shares_experts:
         return tcp_store(LOOPBACK, 0, patience, serves=True), ()
     place = meeting_place(config, "store-of-replica-0")

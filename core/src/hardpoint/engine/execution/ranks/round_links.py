@@ -59,7 +59,7 @@ def met_at_store(
                 link = json.loads(store.get(f"core-{number}"))
                 others[number] = Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"]))
             except (RuntimeError, OSError) as error:  # the store's own is a RuntimeError
-                raise _absent([number], patience) from error
+                raise absent([number], patience) from error
             others[number].send_bytes(_NUMBER.pack(replica))
         return others | _accepted(listener, range(replica + 1, replicas), deadline)
 
@@ -73,7 +73,8 @@ class _Deadline:
         return max(0.0, self._until - time.monotonic())
 
 
-def _absent(numbers: Collection[int], patience: float) -> EngineDeadError:
+def absent(numbers: Collection[int], patience: float) -> EngineDeadError:
+    """The error of a replica for which these did not come."""
     them = f"replica {next(iter(numbers))}" if len(numbers) == 1 else f"replicas {', '.join(map(str, numbers))}"
     return EngineDeadError(
         f"{them}, with which this one shares experts, did not come within {patience:g} seconds (--core-start-timeout)"
@@ -95,7 +96,7 @@ def _accepted(listener: Listener, expected: Collection[int], deadline: _Deadline
         except TimeoutError:
             for connection in found.values():
                 connection.close()
-            raise _absent([n for n in expected if n not in found], deadline.patience) from None
+            raise absent([n for n in expected if n not in found], deadline.patience) from None
     return found
 
 
@@ -106,5 +107,5 @@ def _connected(address: Path, number: int, deadline: _Deadline) -> Connection:
             return Client(str(address), "AF_UNIX")
         except (FileNotFoundError, ConnectionRefusedError):
             if not deadline.left:
-                raise _absent([number], deadline.patience) from None
+                raise absent([number], deadline.patience) from None
             time.sleep(_RETRY_SECONDS)
