@@ -7,11 +7,10 @@ import os
 import shutil
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from hardpoint.config import EngineConfig
@@ -96,7 +95,7 @@ class Rank:
     """A rank, in whatever process or thread; ``run`` returns when it is told to stop, or has failed."""
 
     spec: RankSpec
-    commands: SimpleQueue[RankCommand] = field(default_factory=SimpleQueue)
+    commands: SimpleQueue[RankCommand | Exception] = field(default_factory=SimpleQueue)
     serving: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
     blueprint: Blueprint | None = None
@@ -142,37 +141,53 @@ class Rank:
 
 def serve(
     worker: Worker,
-    commands: SimpleQueue[RankCommand],
+    commands: SimpleQueue[RankCommand | Exception],
     collected: Callable[[StepOutput], None] | None,
     answer: Callable[[Answer], None],
 ) -> None:
-    """Run what comes until it is Stop. Steps are collected when nothing else is to be submitted, by the rank that
-    answers alone.
+    """Run what comes until it is Stop. The rank that answers passes each step's output to ``collected``.
 
     Calls run between steps. Errors of a step are raised here; an error of a call is the call's answer.
     """
     from hardpoint.engine.execution.rank_verbs import on_rank
 
-    tickets: deque[Ticket] = deque()
-    while True:
-        try:
-            command = commands.get_nowait() if tickets else commands.get()
-        except Empty:
-            assert collected is not None
-            collected(worker.runner.collect(tickets.popleft()))
-            continue
-        if isinstance(command, Stop):
-            return
-        if isinstance(command, Call):
-            try:
-                done = Answer(command.number, on_rank(command.verb, worker))
-            except Exception as error:
-                done = Answer(command.number, failure=Failure.of(error))
-            answer(done)
-            continue
-        ticket = worker.runner.submit(command)
-        if collected is not None:
-            tickets.append(ticket)
+    tickets: SimpleQueue[Ticket | None] = SimpleQueue()
+    if collected is not None:
+        arguments = (worker, tickets, collected, commands)
+        threading.Thread(target=_collect, args=arguments, name="hardpoint-rank-collector", daemon=True).start()
+    try:
+        while not isinstance(command := commands.get(), Stop):
+            if isinstance(command, Exception):
+                raise command
+            if isinstance(command, Call):
+                try:
+                    done = Answer(command.number, on_rank(command.verb, worker))
+                except Exception as error:
+                    done = Answer(command.number, failure=Failure.of(error))
+                answer(done)
+                continue
+            ticket = worker.runner.submit(command)
+            if collected is not None:
+                tickets.put(ticket)
+    finally:
+        tickets.put(None)
+
+
+def _collect(
+    worker: Worker,
+    tickets: SimpleQueue[Ticket | None],
+    collected: Callable[[StepOutput], None],
+    commands: SimpleQueue[RankCommand | Exception],
+) -> None:
+    """Wait for steps in their order until there is no ticket more; an error becomes a command.
+
+    In a thread of its own: a rank that waited for a step itself would not submit the next one until it has ended.
+    """
+    try:
+        while (ticket := tickets.get()) is not None:
+            collected(worker.runner.collect(ticket))
+    except Exception as error:
+        commands.put(error)
 
 
 def end_with_parent(rank: Rank, connection: Connection, parent: int) -> None:
