@@ -1,10 +1,10 @@
 """Latent attention on CPU in compiled kernels (``csrc/kernels/latent.h``), over core's cache layouts.
 
-A row of the cache is converted to float32 once for all query heads; on CPUs with AMX or AVX-512
-BF16, rows of bfloat16 are multiplied as they lie, and weights are rounded to bfloat16 (``csrc/kernels/latent_tiles.h``). Requests with one query are
-split by positions over the threads and merged by log-sum-exp; those with more are split by queries. Which is which the
-kernels find in the batch's own arrays, as they find lengths and pages, so that a recorded call serves any later step
-with as many requests and tokens.
+A row of the cache is converted to float32 once for all query heads; on CPUs with AMX or AVX-512 BF16, rows of bfloat16
+are multiplied as they lie, and weights are rounded to bfloat16 (``csrc/kernels/latent_tiles.h``). Requests with one
+query are split by positions over the threads and merged by log-sum-exp; those with more are split by queries. Which is
+which the kernels find in the batch's own arrays, as they find lengths and pages, so that a recorded call serves any
+later step with as many requests and tokens.
 
 Axes: T query tokens, H query heads, L latent size, R rope size.
 """
