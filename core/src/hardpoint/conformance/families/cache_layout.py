@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 
 from hardpoint.conformance.checks import kernel_checks
+from hardpoint.conformance.families.cache_rounding import rounded
 from hardpoint.conformance.families.scaled_cache import (
     ERRORS,
     WIDE,
     cache_dtypes,
     clash,
     element_bytes,
-    rounded,
     scalings,
     set_scales,
     spread,

@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
-from hardpoint.conformance.families.scaled_cache import cache_dtypes, is_scaled, rounded
+from hardpoint.conformance.families.cache_rounding import rounded
+from hardpoint.conformance.families.scaled_cache import cache_dtypes, is_scaled
 from hardpoint.conformance.families.specs import claimed_input_specs
 from hardpoint.conformance.families.summed_ops import summed_trials
 from hardpoint.conformance.memory import Placement, place, place_far, poison, soil_allocator

@@ -13,10 +13,8 @@ import torch
 
 from hardpoint.conformance.site import Subject
 from hardpoint.dtypes import dtype_of
-from hardpoint.numerics import largest, round_to
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint_plugin_api import GROUP_SIZE, NVFP4, AttentionBackend, Feature, Plane
-from hardpoint_plugin_api.elements import FLOAT4_E2M1, FLOAT8_E4M3FN
 
 ERRORS = ErrorModel(scale="row")
 NEAR, WIDE = 3.0, 12.0
@@ -79,28 +77,3 @@ def set_scales(backend: AttentionBackend, device: torch.device, layer: int = 0) 
     if backend.spec.static_cache_scales:
         k, v = static_scales(layer)
         backend.set_cache_scales(k.to(device), v.to(device))
-
-
-def rounded(x: torch.Tensor, plane: Plane) -> torch.Tensor:
-    """The numbers that the elements of a plane hold for ``x`` [..., D], with a scale for each row or group; float32."""
-    if plane.scaling == "group":
-        return _rounded_groups(x.float())
-    return rounded_rows(x, plane.dtype)
-
-
-def _rounded_groups(x: torch.Tensor) -> torch.Tensor:
-    """``rounded`` of 4-bit floats: in float64, by the list of their values, not by the layout's own code."""
-    groups = x.double().unflatten(-1, (-1, GROUP_SIZE))
-    elements = torch.tensor(FLOAT4_E2M1.values, dtype=torch.float64)
-    scale = (groups.abs().amax(-1, keepdim=True) / elements.max()).clamp_max(FLOAT8_E4M3FN.largest)
-    scale = scale.to(torch.float8_e4m3fn).double()
-    scale = torch.where(scale == 0, 1.0, scale)
-    nearest = elements[((groups / scale)[..., None] - elements).abs().argmin(-1)]
-    return (nearest * scale).flatten(-2).float()
-
-
-def rounded_rows(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The numbers that elements of ``dtype`` hold for ``x`` [..., D], with a scale for each row; float32."""
-    scale = x.float().abs().amax(-1, keepdim=True) / largest(dtype)
-    scale = torch.where(scale == 0, 1.0, scale)
-    return round_to(x.float() / scale, dtype).float() * scale
