@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from hardpoint.reference.attention import ReferenceAttention
+from hardpoint.reference.nvfp4_cache_attention import Nvfp4CacheAttention
 from hardpoint.reference.quantized_cache_attention import QuantizedCacheAttention
-from hardpoint_cpu.native_attention import NativeAttention, NativeQuantizedCacheAttention
+from hardpoint_cpu.native_attention import NativeAttention, NativeNvfp4CacheAttention, NativeQuantizedCacheAttention
 from hardpoint_cpu.recorded_list import RecordedLists
-from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionCall, AttentionSpec, StoreCall
+from hardpoint_plugin_api import NVFP4, AttentionBackend, AttentionBatch, AttentionCall, AttentionSpec, StoreCall
 from tests.cpu.building import needs_kernels
 from tests.support.attention import MIXED, Piece, run_backend
 
@@ -30,6 +31,9 @@ SPECS = {
     "int8": replace(PLAIN, kv_dtype="int8"),
     "float8": replace(PLAIN, kv_dtype="float8_e4m3fn", window=40),
     "float8_e5m2": replace(PLAIN, dtype="float32", kv_dtype="float8_e5m2", head_size=33),
+    "nvfp4": replace(PLAIN, kv_dtype=NVFP4, head_size=48, window=40),
+    "nvfp4, float32": replace(PLAIN, dtype="float32", kv_dtype=NVFP4, block_size=5, num_heads=6),
+    "nvfp4, float16": replace(PLAIN, dtype="float16", kv_dtype=NVFP4, head_size=128, num_kv_heads=1),
 }
 SPLIT = (Piece(1, 1300), Piece(20, 150))
 """A decode long enough for several splits beside a chunk of a prompt."""
@@ -43,6 +47,8 @@ def is_scaled(spec: AttentionSpec) -> bool:
 
 
 def kinds(spec: AttentionSpec) -> tuple[type[AttentionBackend], type[AttentionBackend]]:
+    if spec.kv_dtype == NVFP4:
+        return NativeNvfp4CacheAttention, Nvfp4CacheAttention
     if is_scaled(spec):
         return NativeQuantizedCacheAttention, QuantizedCacheAttention
     return NativeAttention, ReferenceAttention
@@ -59,7 +65,8 @@ def test_every_level_computes_what_the_reference_does(level: str, name: str, pie
     assert errors.max() < TOLERANCE[spec.dtype]
 
 
-STORED = [(dtype, False) for dtype in ("float32", "float16", "bfloat16", *SCALED)] + [(dtype, True) for dtype in SCALED]
+STORED = [(dtype, False) for dtype in ("float32", "float16", "bfloat16", *SCALED, NVFP4)]
+STORED += [(dtype, True) for dtype in (*SCALED, NVFP4)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -73,7 +80,8 @@ def test_keys_without_weight_come_first(level: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(("kv_dtype", "static"), STORED)
 def test_stores_what_the_reference_does(level: str, kv_dtype: str, static: bool) -> None:
-    spec = replace(PLAIN, dtype="float32", kv_dtype=kv_dtype, head_size=33, static_cache_scales=static)
+    size = 48 if kv_dtype == NVFP4 else 33
+    spec = replace(PLAIN, dtype="float32", kv_dtype=kv_dtype, head_size=size, static_cache_scales=static)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 40, spec.num_kv_heads, spec.head_size, generator=generator)
     x *= torch.tensor([1e-9, 1e-3, 1.0, 1e3]).repeat(10)[:, None, None]

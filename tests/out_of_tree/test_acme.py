@@ -169,6 +169,7 @@ def test_explain_shows_it_with_reasons(acme: Path, tmp_path: Path) -> None:
     assert attention["chosen"] == "cpu_native"
     assert losers == {
         "cpu_paged": ["comes-after"],
+        "cpu_native_nvfp4_cache": ["kv-dtype"],
         "cpu_native_quantized_cache": ["kv-dtype"],
         "reference": ["comes-after"],
         "reference_batch_invariant": ["comes-after"],

@@ -122,6 +122,7 @@ def checkpoint(
 @pytest.mark.parametrize(
     "settings",
     [
+        {"max_num_batched_tokens": 16, "attention_backend": "reference_nvfp4_cache"},
         {"max_num_batched_tokens": 16},
         {"enable_prefix_caching": False},
         {"enforce_eager": True},
@@ -165,6 +166,7 @@ def test_an_engine_holds_more_tokens(checkpoint: tuple[Path, PreTrainedModel]) -
     with small_llm(checkpoint[0], dtype="bfloat16", kv_cache_memory="4MiB", kv_cache_dtype="nvfp4") as llm:
         got = prompt_logits(llm, ids, chunk=7)
         assert llm.core.scheduler.cache.pool.num_usable > 3.5 * pages
+        assert {row.chosen for row in llm.table.rows if row.family == "attention"} == {"cpu_native_nvfp4_cache"}
     assert (got - plain).abs().max() > 1e-3
     assert torch.nn.functional.cosine_similarity(got, plain, dim=-1).min() > 0.9
 

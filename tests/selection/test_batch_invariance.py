@@ -73,6 +73,7 @@ def test_explain_says_why_the_fast_ones_were_passed_over() -> None:
     }
     assert against == {
         "cpu_native": ["feature"],
+        "cpu_native_nvfp4_cache": ["kv-dtype", "feature"],
         "cpu_native_quantized_cache": ["kv-dtype", "feature"],
         "cpu_paged": ["feature"],
         "reference": ["feature"],

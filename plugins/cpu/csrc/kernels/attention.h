@@ -8,6 +8,7 @@
 #include <new>
 
 #include "../task.h"
+#include "cache_groups.h"
 #include "chunking.h"
 #include "kv_store.h"
 #include "vector.h"
@@ -17,7 +18,7 @@ namespace hardpoint::HARDPOINT_LEVEL::attention {
 // The arguments of all attention kernels. q and out are [tokens, heads, size] of dtype `dtype` (see Code), without gaps
 // within a token, `*_stride` elements from token to token. The cache's pages of keys and of values, [block, kv_heads,
 // size], are `*_page` elements apart. Of 8-bit elements, `*_scales` are floats [block, kv_heads] in pages
-// `*_scale_page` floats apart, or, where that is 0, one float for all.
+// `*_scale_page` floats apart, or, where that is 0, one float for all, as it is of NVFP4, whose pages are bytes apart.
 //
 // Everything that changes from step to step is read from memory, so that a recorded call serves later steps: int32
 // query_start [requests + 1], seq_lens [requests], block_table [requests, table_stride].
@@ -67,8 +68,8 @@ struct Attention {
 template <typename Element, int most>
 struct Tile {
     std::int64_t count = 0;
-    const Element* keys[most];
-    const Element* values[most];
+    Row<Element> keys[most];
+    Row<Element> values[most];
     const float* key_scales[most];
     const float* value_scales[most];
 
@@ -80,11 +81,9 @@ struct Tile {
         std::int64_t number = begin / a.block, offset = begin % a.block;
         for (std::int64_t i = 0; i < count; ++number, offset = 0) {
             const std::int64_t page = table[number];
-            const auto* k = static_cast<const Element*>(a.k) + page * a.k_page;
-            const auto* v = static_cast<const Element*>(a.v) + page * a.v_page;
             for (; offset < a.block && i < count; ++offset, ++i) {
-                keys[i] = k + offset * width;
-                values[i] = v + offset * width;
+                keys[i] = row(a.k, page * a.k_page, offset * width, a.block * width);
+                values[i] = row(a.v, page * a.v_page, offset * width, a.block * width);
                 if constexpr (kIsScaled<Element>) {
                     key_scales[i] = a.k_scale_page ? a.k_scales + page * a.k_scale_page + offset * a.kv_heads : nullptr;
                     value_scales[i] =
@@ -99,6 +98,17 @@ struct Tile {
                 key_scales[i] = key_scales[count - 1];
                 value_scales[i] = value_scales[count - 1];
             }
+        }
+    }
+
+    // The elements from `at` on in the page that begins at `page`, of `whole` elements.
+    static Row<Element> row(const void* pages, std::int64_t page, std::int64_t at, std::int64_t whole) {
+        const auto* first = static_cast<const Element*>(pages) + page;
+        if constexpr (std::is_same_v<Element, nvfp4>) {
+            const auto* codes = reinterpret_cast<const std::uint8_t*>(first);
+            return {codes + at / 2, codes + whole / 2 + at / kGroup, 0};
+        } else {
+            return first + at;
         }
     }
 
@@ -237,9 +247,9 @@ inline void store_scaled_sums(T* to, const float* sums, std::int64_t size, float
 }
 
 // Elements to a row of numbers; `padded` of them, zeros behind the first n.
-template <typename Number, typename Element>
-inline void convert(const Element* from, std::int64_t n, std::int64_t padded, Number* to) {
-    if constexpr (std::is_same_v<Number, Element>) {
+template <typename Number, typename From>
+inline void convert(From from, std::int64_t n, std::int64_t padded, Number* to) {
+    if constexpr (std::is_same_v<From, const Number*>) {
         std::memcpy(to, from, n * sizeof(Number));
     } else {
         std::int64_t i = 0;

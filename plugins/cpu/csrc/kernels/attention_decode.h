@@ -43,9 +43,9 @@ inline void store_sums(float* to, const Floats (&v)[count]) {
 }
 
 // scores[query][key] of `queries` rows of q, padded with zeros, and kDotKeys keys.
-template <int queries, typename Element>
+template <int queries, typename Row>
 inline void dot(
-    const Element* const* keys, std::int64_t at, const float* q, std::int64_t padded, std::int64_t size, float* scores
+    const Row* keys, std::int64_t at, const float* q, std::int64_t padded, std::int64_t size, float* scores
 ) {
     Floats sums[queries][kDotKeys] = {};
     const auto add = [&](std::int64_t d, auto read) {
@@ -57,16 +57,16 @@ inline void dot(
         }
     };
     std::int64_t d = 0;
-    for (; d + kLanes <= size; d += kLanes) add(d, [](const Element* from) { return load(from); });
-    if (d < size) add(d, [=](const Element* from) { return load_some(from, size - d); });
+    for (; d + kLanes <= size; d += kLanes) add(d, [](Row from) { return load(from); });
+    if (d < size) add(d, [=](Row from) { return load_some(from, size - d); });
     for (int i = 0; i < queries; ++i) store_sums(scores + i * kDecodeKeys, sums[i]);
 }
 
 // sums[query] = sums[query] * shrink[query] + the weighted values; here for `vectors` vectors of elements; the last
 // elements of a head may be fewer than a vector: `some`.
-template <int queries, int vectors, typename Element>
+template <int queries, int vectors, typename Row>
 inline void add_vectors(
-    const Element* const* values, std::int64_t at, std::int64_t count, const float* weights, const float* shrink,
+    const Row* values, std::int64_t at, std::int64_t count, const float* weights, const float* shrink,
     float* sums, std::int64_t padded, std::int64_t some = 0
 ) {
     Floats total[queries][vectors];
@@ -79,7 +79,7 @@ inline void add_vectors(
     for (std::int64_t j = 0; j < count; ++j) {
         Floats value[vectors];
         for (int v = 0; v < vectors; ++v) {
-            const Element* from = values[j] + at + v * kLanes;
+            const Row from = values[j] + at + v * kLanes;
             value[v] = some ? load_some(from, some) : load(from);
         }
         for (int i = 0; i < queries; ++i) {
@@ -92,9 +92,9 @@ inline void add_vectors(
     }
 }
 
-template <int queries, typename Element>
+template <int queries, typename Row>
 inline void add_values(
-    const Element* const* values, std::int64_t at, std::int64_t count, const float* weights, const float* shrink,
+    const Row* values, std::int64_t at, std::int64_t count, const float* weights, const float* shrink,
     float* sums, std::int64_t padded, std::int64_t size
 ) {
     std::int64_t d = 0;
@@ -250,10 +250,10 @@ struct Decode : Splits {
     }
 
     void read_in_order(const Tile<Element, kDecodeKeys>& tile) const {
-        const std::int64_t bytes = kv_heads * size * static_cast<std::int64_t>(sizeof(Element));
+        const std::int64_t bytes = bytes_of<Element>(kv_heads * size);
         for (const auto& rows : {tile.keys, tile.values}) {
             for (std::int64_t j = 0; j < tile.count; ++j) {
-                const auto* row = reinterpret_cast<const volatile char*>(rows[j]);
+                const auto* row = static_cast<const volatile char*>(address(rows[j]));
                 for (std::int64_t line = 0; line < bytes; line += 64) static_cast<void>(row[line]);
             }
         }

@@ -31,13 +31,13 @@ struct Run {
 class Ahead {
   public:
     // The first `count` of those rows, `bytes` each, come next; of what is left of the last ones nothing is asked for.
-    template <typename Element, int most>
-    void follow(const Element* const (&rows)[most], std::int64_t count, std::int64_t bytes) {
+    template <typename Row, int most>
+    void follow(const Row (&rows)[most], std::int64_t count, std::int64_t bytes) {
         static_assert(most <= kPairedKeys);
         runs_ = now_ = 0;
         run_[0] = {};
         for (std::int64_t i = 0; i < count; ++i) {
-            const auto* row = reinterpret_cast<const char*>(rows[i]);
+            const char* row = address(rows[i]);
             if (runs_ > 0 && run_[runs_ - 1].end == row) {
                 run_[runs_ - 1].end += bytes;
             } else {
@@ -97,6 +97,10 @@ inline void widen_row(const Element* from, std::int64_t n, bfloat16* to) {
         const auto wide = load_wide(whole);
         std::memcpy(to + i, &wide, (n - i) * sizeof(bfloat16));
     }
+}
+
+inline void widen_row(GroupRow from, std::int64_t n, bfloat16* to) {
+    for (std::int64_t i = 0; i < n; i += kLanes) store(to + i, load(from + i));
 }
 
 // The sums of each quarter of four vectors: quarter i of the result holds those of quarter i of each.
@@ -236,7 +240,7 @@ class PairedDecode {
 
     // Over the positions from begin to end.
     void run(std::int64_t begin, std::int64_t end) {
-        const auto bytes = width_ * static_cast<std::int64_t>(sizeof(Element));
+        const auto bytes = bytes_of<Element>(width_);
         find(tiles_[0], begin, end);
         for (int now = 0; begin < end; begin += kPairedKeys, now = 1 - now) {
             const auto &tile = tiles_[now], &next = tiles_[1 - now];
@@ -283,7 +287,7 @@ class PairedDecode {
 
     // One head's rows, of which `count` are wanted, as bfloat16, zeros behind them; returns where in a row it starts.
     std::int64_t rows_of_head(
-        const Element* const (&from)[kPairedKeys], std::int64_t count, std::int64_t head, Rows& to
+        const Row<Element> (&from)[kPairedKeys], std::int64_t count, std::int64_t head, Rows& to
     ) {
         const std::int64_t at = head * a_.size;
         std::fill(to + count, to + kPairedKeys, zeros_);

@@ -209,18 +209,20 @@ struct PrefillTile {
     void pack_keys() {
         constexpr std::int64_t per_word = 4 / sizeof(Number);
         const std::int64_t words = ceil_div(a.size, per_word), at = head * a.size, stride = paired + kLanes;
-        const bool as_they_are = std::is_same_v<Element, Number> && a.size % per_word == 0;
+        const bool whole_words = a.size % per_word == 0;
         for (std::int64_t first = 0; first < tile.count; first += kLanes) {
             const std::uint32_t* from[kLanes];
             for (int i = 0; i < kLanes; ++i) {
                 // Behind the last key, `tile` repeats it; such scores are hidden later.
-                const Element* key = tile.keys[first + i] + at;
-                if (as_they_are) {
-                    from[i] = reinterpret_cast<const std::uint32_t*>(key);
-                } else {
-                    convert(key, a.size, paired, staging + i * stride);
-                    from[i] = reinterpret_cast<const std::uint32_t*>(staging + i * stride);
+                const auto key = tile.keys[first + i] + at;
+                if constexpr (std::is_same_v<Element, Number>) {
+                    if (whole_words) {
+                        from[i] = reinterpret_cast<const std::uint32_t*>(key);
+                        continue;
+                    }
                 }
+                convert(key, a.size, paired, staging + i * stride);
+                from[i] = reinterpret_cast<const std::uint32_t*>(staging + i * stride);
             }
             transpose(from, words, reinterpret_cast<std::uint32_t*>(key_panels + first * paired));
         }
@@ -229,9 +231,9 @@ struct PrefillTile {
     void pack_values() {
         const std::int64_t at = head * a.size;
         for (std::int64_t j = 0; j < tile.count; j += Panels::step) {
-            const Element* one = tile.values[j] + at;
+            const auto one = tile.values[j] + at;
             const bool alone = Panels::step == 2 && j + 1 == tile.count;
-            const Element* other = Panels::step == 2 ? tile.values[j + 1 < tile.count ? j + 1 : j] + at : one;
+            const auto other = Panels::step == 2 ? tile.values[j + 1 < tile.count ? j + 1 : j] + at : one;
             const auto put = [&](std::int64_t d, Floats first, Floats second) {
                 const Floats both = Panels::pair(first, alone ? Floats{} : second);
                 std::memcpy(static_cast<void*>(value_panels + d * kTileKeys + j * kLanes), &both, sizeof(both));

@@ -22,7 +22,7 @@ struct float8_e5m2 {
 };
 
 // Dtypes by number, in the order of CODES in native_attention.py.
-enum Code : std::int64_t { kFloat32, kFloat16, kBfloat16, kFloat8E4m3fn, kFloat8E5m2, kInt8 };
+enum Code : std::int64_t { kFloat32, kFloat16, kBfloat16, kFloat8E4m3fn, kFloat8E5m2, kInt8, kNvfp4 };
 
 template <typename T>
 struct Type {
@@ -37,7 +37,7 @@ inline void with_float(std::int64_t code, Visit visit) {
     if (code == kBfloat16) visit(Type<bfloat16>{});
 }
 
-// visit(Type<T>{}) for the cache element of that code.
+// visit(Type<T>{}) for the cache element of that code, unless it is kNvfp4: see cache_groups.h.
 template <typename Visit>
 inline void with_element(std::int64_t code, Visit visit) {
     with_float(code, visit);

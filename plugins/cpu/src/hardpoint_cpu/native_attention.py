@@ -16,6 +16,7 @@ import torch
 from hardpoint_cpu import native
 from hardpoint_cpu.ops.arguments import misfit, packed_heads
 from hardpoint_plugin_api import (
+    NVFP4,
     AttentionBackend,
     AttentionBatch,
     AttentionCall,
@@ -26,13 +27,14 @@ from hardpoint_plugin_api import (
     CacheLayout,
     CaptureGrade,
     DeviceInfo,
+    GroupScaledLayout,
     PlainLayout,
     Reason,
     ScaledLayout,
     StoreCall,
 )
 
-CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5}
+CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5, NVFP4: 6}
 """Dtypes by number, as ``enum Code`` of csrc/kernels/kv_store.h has them."""
 
 _Cache = dict[str, torch.Tensor]
@@ -114,9 +116,7 @@ class NativeAttention(AttentionBackend):
         q, result = packed_heads(q), packed_heads(out)
         num_splits = batch.num_requests + native.SPLITS_PER_THREAD * threads
         partial = torch.empty(num_splits, spec.num_heads, spec.head_size + 2, dtype=torch.float32)
-        k_cache, k_scales, k_page, k_scale_page = _pages(cache, "k")
-        v_cache, v_scales, v_page, v_scale_page = _pages(cache, "v")
-        k_given, v_given = map(native.address, self.cache_scales)
+        (k_cache, k_page), (v_cache, v_page) = ((cache[name].data_ptr(), cache[name].stride(0)) for name in "kv")
         arguments = (
             q.data_ptr(),
             q.stride(0),
@@ -127,10 +127,7 @@ class NativeAttention(AttentionBackend):
             k_page,
             v_cache,
             v_page,
-            k_given or k_scales,
-            k_scale_page,
-            v_given or v_scales,
-            v_scale_page,
+            *self._scales(cache),
             batch.query_start.data_ptr(),
             batch.seq_lens.data_ptr(),
             batch.block_table.data_ptr(),
@@ -156,11 +153,34 @@ class NativeAttention(AttentionBackend):
         if result is not out:
             out[: batch.num_tokens] = result[: batch.num_tokens]
 
+    def _scales(self, cache: _Cache) -> tuple[int, int, int, int]:
+        """Of keys, then of values: the address of their scales, and the stride from page to page, 0 for one scale."""
+        found: list[int] = []
+        for name, given in zip("kv", map(native.address, self.cache_scales), strict=True):
+            _, kept, _, stride = _pages(cache, name)
+            found += given or kept, stride
+        return found[0], found[1], found[2], found[3]
+
 
 class NativeQuantizedCacheAttention(NativeAttention):
     """The same over 8-bit elements, with scales from the checkpoint or for each token and head."""
 
     layout: ClassVar[CacheLayout] = ScaledLayout()
+
+
+class NativeNvfp4CacheAttention(NativeAttention):
+    """The same over NVFP4: elements of e2m1, scales of e4m3 for groups of 16, and those of the checkpoint for all."""
+
+    layout: ClassVar[CacheLayout] = GroupScaledLayout()
+
+    def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
+        super().__init__(ctx, spec)
+        self._one = torch.ones(1)
+
+    def _scales(self, cache: _Cache) -> tuple[int, int, int, int]:
+        """One for all keys and one for all values; the kernels find groups' scales behind the codes of their page."""
+        k, v = (native.address(self._one if given is None else given) for given in self.cache_scales)
+        return k, 0, v, 0
 
 
 def _pages(cache: _Cache, name: str) -> tuple[int, int, int, int]:
