@@ -58,15 +58,15 @@ def test_engines_decode_the_same_tokens(method: str | None, count: int, tmp_path
     """To the bit: each layer's kernels begin early, and read what the ones before have written."""
     write_checkpoint(tmp_path, "qwen3", **SHAPE)
     decoded = []
-    for settings in ({}, {"prefetch_weights": True}, {"overlap_launches": False}):
+    for overlaps in (True, False):
         with LLM(
             str(tmp_path),
             quantization=method,
             kv_cache_memory="256MiB",
             max_num_seqs=8,
             dtype="bfloat16",
-            plugin_config={"cuda": settings},
+            plugin_config={"cuda": {"overlap_launches": overlaps}},
         ) as llm:
             outputs = llm.generate(random_prompts(count, 40, seed=2), GREEDY, use_tqdm=False)
             decoded.append([output.outputs[0].token_ids for output in outputs])
-    assert decoded[0] == decoded[1] == decoded[2]
+    assert decoded[0] == decoded[1]

@@ -35,7 +35,7 @@ READ_FIRST = {
     "qk_norm_rope_store_kernel": {"positions_ptr", "slots_ptr", "cos_sin_ptr", "q_weight_ptr", "k_weight_ptr"},
     "rms_norm_kernel": {"weight_ptr"},
     "allreduce_add_rms_norm_kernel": {"weight_ptr", "peers_ptr"},
-    "_gemm": {"weight_scale_ptr", "weight_ptr"},
+    "_gemm": {"weight_scale_ptr"},
     "_skinny": {"weight_ptr", "weight_scale_ptr"},
 }
 """Kernels that read something before they wait for the one before them, and what: all of it stood there when the step's
@@ -53,8 +53,7 @@ class Job:
     "fp32"), and constexprs by name what they are. Gluon's descriptors are "tensordesc<...>". An argument whose type
     ends in ":16" is a multiple of 16; pointers always are, unless they end in ":1". None as a pointer stands among the
     constexprs. A kernel with a parameter BEGIN is compiled as it is launched on the target: on sm_90 and later while
-    what comes before it still ends. One with a parameter PREFETCH is given what NVIDIA's plugin has for it, if it
-    ``prefetches``.
+    what comes before it still ends.
     """
 
     kernel: str
@@ -63,7 +62,6 @@ class Job:
     target: str = "sm_90"
     num_warps: int = 4
     num_stages: int = 3
-    prefetches: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,14 +150,10 @@ def _compile(job: Job) -> dict[str, Any]:
     early = begins and nvidia and int(job.target[3:]) >= 90
     if begins:
         constexprs["BEGIN"] = None
-    if "PREFETCH" in kernel.arg_names:
-        constexprs["PREFETCH"] = None
     if early:
-        from hardpoint_cuda.overlapped import OVERLAP, PREFETCHING
+        from hardpoint_cuda.overlapped import OVERLAP
 
         constexprs["BEGIN"] = OVERLAP.begin
-        if job.prefetches:
-            constexprs["PREFETCH"] = PREFETCHING.prefetch
         options |= OVERLAP.options
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     signature, attributes = {}, {}

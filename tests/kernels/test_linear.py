@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from hardpoint.conformance.checks import values
 from hardpoint.conformance.families.linear import LinearProbe, quantized_input, unpack
@@ -16,7 +14,6 @@ from hardpoint.kernels import gemv as gemv_module
 from hardpoint.kernels.block_scaled import TritonScaledGemm, TritonScaledSkinny
 from hardpoint.kernels.gemm import GemmConfiguration, gemm
 from hardpoint.kernels.gemv import GemvConfiguration, Scales, gemv, gemv_configuration
-from hardpoint.kernels.launch import Overlap, overlap_launches
 from hardpoint.kernels.skinny import (
     LARGEST,
     SkinnyConfiguration,
@@ -319,24 +316,3 @@ def test_skinny_configurations_fit_shared_memory(shape: tuple[int, int], num_row
     assert 8 * cut.x_tiles >= min(num_rows, 32)
     block = 64 * cut.num_warps * cut.steps * 8 * (cut.weight_tiles + itemsize * cut.x_tiles)
     assert block * (cut.num_stages - 1) <= 1024 * (96 if num_rows <= 8 else 224)
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _mark(addresses) -> None:  # type: ignore[no-untyped-def]
-    tl.store(addresses, 0.0)
-
-
-@pytest.mark.parametrize(("n", "k", "parts"), [(70, 200, 1), (64, 2048, 2), (5, 36, 4)])
-def test_products_prefetch_the_beginning_of_each_row_and_part(
-    n: int, k: int, parts: int, request: pytest.FixtureRequest
-) -> None:
-    """Seen by a function that clears what stands at each address: one element of each line, none beside the weight."""
-    around = torch.rand(3 * n, k) + 1
-    before, weight = around.clone(), around[n : 2 * n]
-    cut = GemmConfiguration(block_m=4, block_n=16, block_k=32, num_warps=4, num_stages=1, turned=True, parts=parts)
-    request.addfinalizer(lambda: overlap_launches("cpu", None))
-    overlap_launches("cpu", Overlap(None, {}, _mark))
-    gemm(torch.ones(3, k), weight, None, torch.float32, configuration=cut)
-    lines = [min(part * (k // parts) + 32 * number, k - 1) for part in range(parts) for number in range(16)]
-    before[n : 2 * n, lines] = 0.0
-    assert torch.equal(around, before)

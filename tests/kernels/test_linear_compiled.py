@@ -93,19 +93,6 @@ def test_kernels_compile_without_spills(target: str) -> None:
             assert compiled.count("wgmma.mma_async"), compiled.assembly
 
 
-def test_weights_are_asked_for_before_a_product_waits() -> None:
-    """Each program's first 16 lines of 64 rows, by its 128 threads; that costs few registers."""
-    tiles = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 128}
-    job = _product("gemm:_gemm", "sm_90", "bf16", num_stages=4, **tiles)
-    without, ahead = compile_kernels([job, replace(job, prefetches=True)])
-    before, wait, after = ahead.assembly.partition("griddepcontrol.wait")
-    assert wait
-    assert before.count("prefetch.global.L2") == 64 * 16 // 128
-    assert "prefetch" not in after + without.assembly
-    assert ahead.spilled <= 16, ahead  # see above
-    assert ahead.registers <= without.registers + 8, (ahead.registers, without.registers)
-
-
 def test_few_rows_of_8_bits_are_read_in_wide_copies_and_multiplied_in_one_go() -> None:
     """Of 64 rows or parts of the weight and 16 of x: one wait for matrix units each block of columns."""
     shapes = ((16, 64, 1), (8, 32, 2), (4, 16, 4), (2, 8, 8))

@@ -257,8 +257,6 @@ def test_sizes_of_graphs_come_as_a_list() -> None:
         ((12, 0), {}, 1, True),
         ((8, 9), {}, 1, False),
         ((9, 0), {"overlap_launches": False}, 1, False),
-        ((9, 0), {"prefetch_weights": True}, 1, True),
-        ((9, 0), {"prefetch_weights": True, "overlap_launches": False}, 1, False),
     ],
 )
 def test_launches_overlap_where_they_can(
@@ -272,5 +270,3 @@ def test_launches_overlap_where_they_can(
     assert launch.begun(x) == (  # type: ignore[arg-type]  # all that it asks of a tensor
         {"BEGIN": overlapped.OVERLAP.begin, "launch_pdl": True} if overlaps else {"BEGIN": None}
     )
-    wanted = overlapped.PREFETCHING.prefetch if overlaps and settings.get("prefetch_weights") else None
-    assert launch.prefetch(x) is wanted  # type: ignore[arg-type]

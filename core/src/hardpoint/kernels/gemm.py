@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from hardpoint.kernels.gemv import Scales
-from hardpoint.kernels.launch import begun, in_stages_that_fit, prefetch
+from hardpoint.kernels.launch import begun, in_stages_that_fit
 from hardpoint.kernels.tables import NO_OPTIONS, Options, Table, table, table_of
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason
 
@@ -135,7 +135,6 @@ def gemm(
             TILES_TOGETHER=8,
             num_warps=cut.num_warps,
             num_stages=num_stages,
-            PREFETCH=prefetch(x),
             **cut.options,
             **begun(x),
         )
@@ -163,13 +162,6 @@ class TritonGemm(LinearKernel):
         x, weight = call.x, call.weights["weight"]
         y = gemm(x.reshape(-1, x.shape[-1]), weight, call.bias, x.dtype, cuts=self._cuts)
         return y.view(*x.shape[:-1], weight.shape[0])
-
-
-_LINE = tl.constexpr(128)
-"""Bytes of a line of the cache."""
-_LINES_AHEAD = tl.constexpr(16)
-"""Lines of each row of the weight that are brought nearer: 2 KiB, so that 132 programs of 64 rows ask for 17 MiB, a
-third of an H100's cache. Not measured yet."""
 
 
 @triton.jit
@@ -207,15 +199,13 @@ def _gemm(
     PARTS: tl.constexpr,
     APART: tl.constexpr,
     TILES_TOGETHER: tl.constexpr,
-    PREFETCH: tl.constexpr,
     BEGIN: tl.constexpr,
 ):
     """A tile of the product. K are the columns of each of the PARTS; WHOLE: tiles of the weight end where it does.
 
     TILES_TOGETHER rows of tiles are worked on at a time: they share the weight in the cache. Of TURNED ones all are.
     A block of columns never straddles a group. Where there are groups, each block's product is scaled in float32.
-    Scales of the weight's rows are read while the kernel before this one may still run, and the first columns of the
-    weight are brought nearer, where there is a PREFETCH.
+    Scales of the weight's rows are read while the kernel before this one may still run.
     """
     if TURNED:
         first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
@@ -232,12 +222,6 @@ def _gemm(
     weight_scale = tl.full([BLOCK_N], 1.0, tl.float32)  # what all columns share is read before they are
     if weight_scale_ptr is not None and WEIGHT_GROUP == 0:
         weight_scale = tl.load(weight_scale_ptrs, mask=n < N, other=0.0).to(tl.float32)
-    if PREFETCH is not None:
-        line: tl.constexpr = _LINE * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
-        row = tl.arange(0, BLOCK_N * PARTS)
-        ahead = tl.minimum((row // BLOCK_N * K)[:, None] + tl.arange(0, _LINES_AHEAD)[None, :] * line, K * PARTS - 1)
-        of_row = tl.minimum(first_n + row % BLOCK_N, N - 1).to(tl.int64) * weight_stride_n
-        PREFETCH(weight_ptr + of_row[:, None] + ahead)
     if BEGIN is not None:
         BEGIN()
     x_scale_ptrs = x_scale_ptr

@@ -22,14 +22,10 @@ class Overlap:
     first thing that they call, or comes behind reads of what stood there when the step's first layer began, such as
     lengths, pages and weights: the kernel before this one may still run then, but none before that. ``options`` are a
     launch's. A kernel that is launched so has a last parameter BEGIN.
-
-    ``prefetch`` is a function for kernels that takes addresses and brings what stands there nearer, without waiting for
-    it. A kernel with a parameter PREFETCH does so before BEGIN. None: no kernel does.
     """
 
     begin: Any
     options: Mapping[str, Any]
-    prefetch: Any = None
 
 
 _MOST_ROWS = 128
@@ -51,12 +47,6 @@ def begun(x: torch.Tensor) -> dict[str, Any]:
     """The named arguments with which a kernel begins as it is to, for rows ``x`` on their device."""
     overlap = _overlap(x)
     return {"BEGIN": None} if overlap is None else {"BEGIN": overlap.begin, **overlap.options}
-
-
-def prefetch(x: torch.Tensor) -> Any:
-    """The function by which a kernel for rows ``x`` brings weights nearer before it begins; None where it does not."""
-    overlap = _overlap(x)
-    return None if overlap is None else overlap.prefetch
 
 
 def _overlap(x: torch.Tensor) -> Overlap | None:

@@ -174,14 +174,13 @@ class CudaPlatform(TorchAcceleratorPlatform):
         self._loading = OperatorLoading(device)
         self._capture_stream = CaptureStream(device, self.device_module(), self._loading)
         try:
-            from hardpoint_cuda.overlapped import OVERLAP, PREFETCHING
+            from hardpoint_cuda.overlapped import OVERLAP
         except ImportError:  # no Triton, or one that none of these kernels is for
             return device
         from hardpoint.kernels.launch import overlap_launches
 
         overlaps = self.config.get("overlap_launches", True) and int(self.info.arch.removeprefix("sm_")) >= _OVERLAPS
-        overlap = PREFETCHING if self.config.get("prefetch_weights", False) else OVERLAP
-        overlap_launches(device.type, overlap if overlaps else None)
+        overlap_launches(device.type, OVERLAP if overlaps else None)
         return device
 
     def compile_ahead(self, run: Callable[[], None]) -> int:
