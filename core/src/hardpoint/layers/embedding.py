@@ -71,10 +71,9 @@ class Embedding(PluggableLayer, name="embedding"):
         """[T] -> [T, hidden]."""
         if self._shard is None:
             return self._rows(ids)
-        first = self._group.rank * self._shard.size
-        here = (ids >= first) & (ids < first + self._shard.size)
-        found = self._rows(torch.where(here, ids - first, 0))
-        return self._group.all_reduce(found * here[:, None])
+        local = ids - self._group.rank * self._shard.size
+        row = local.clamp(0, self._shard.size - 1)
+        return self._group.all_reduce(self._rows(row) * (row == local)[:, None])
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self._lookup is not None:
