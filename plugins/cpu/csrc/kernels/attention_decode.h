@@ -42,23 +42,40 @@ inline void store_sums(float* to, const Floats (&v)[count]) {
     for (int i = 0; i < count; ++i) to[i] = sum(v[i]);
 }
 
+// A vector that several products read. Without this, compilers load it once for each of them, and loads are the bound.
+inline Floats in_register(Floats v) {
+#if defined(__x86_64__)
+    asm("" : "+v"(v));
+#endif
+    return v;
+}
+
 // scores[query][key] of `queries` rows of q, padded with zeros, and kDotKeys keys.
 template <int queries, typename Row>
 inline void dot(
     const Row* keys, std::int64_t at, const float* q, std::int64_t padded, std::int64_t size, float* scores
 ) {
-    Floats sums[queries][kDotKeys] = {};
+    Floats sums[queries][kDotKeys];
+#pragma GCC unroll 8
+    for (int i = 0; i < queries; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kDotKeys; ++j) sums[i][j] = Floats{};
+    }
     const auto add = [&](std::int64_t d, auto read) {
         Floats k[kDotKeys];
+#pragma GCC unroll 8
         for (int j = 0; j < kDotKeys; ++j) k[j] = read(keys[j] + at + d);
+#pragma GCC unroll 8
         for (int i = 0; i < queries; ++i) {
-            const Floats x = load(q + i * padded + d);
+            const Floats x = in_register(load(q + i * padded + d));
+#pragma GCC unroll 8
             for (int j = 0; j < kDotKeys; ++j) sums[i][j] += x * k[j];
         }
     };
     std::int64_t d = 0;
     for (; d + kLanes <= size; d += kLanes) add(d, [](Row from) { return load(from); });
     if (d < size) add(d, [=](Row from) { return load_some(from, size - d); });
+#pragma GCC unroll 8
     for (int i = 0; i < queries; ++i) store_sums(scores + i * kDecodeKeys, sums[i]);
 }
 
@@ -70,7 +87,9 @@ inline void add_vectors(
     float* sums, std::int64_t padded, std::int64_t some = 0
 ) {
     Floats total[queries][vectors];
+#pragma GCC unroll 8
     for (int i = 0; i < queries; ++i) {
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; ++v) {
             total[i][v] = load(sums + i * padded + v * kLanes);
             total[i][v] *= shrink[i];
@@ -78,16 +97,21 @@ inline void add_vectors(
     }
     for (std::int64_t j = 0; j < count; ++j) {
         Floats value[vectors];
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; ++v) {
             const Row from = values[j] + at + v * kLanes;
             value[v] = some ? load_some(from, some) : load(from);
         }
+#pragma GCC unroll 8
         for (int i = 0; i < queries; ++i) {
-            const Floats weight = broadcast(weights[i * kDecodeKeys + j]);
+            const Floats weight = in_register(broadcast(weights[i * kDecodeKeys + j]));
+#pragma GCC unroll 8
             for (int v = 0; v < vectors; ++v) total[i][v] += weight * value[v];
         }
     }
+#pragma GCC unroll 8
     for (int i = 0; i < queries; ++i) {
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; ++v) store(sums + i * padded + v * kLanes, total[i][v]);
     }
 }

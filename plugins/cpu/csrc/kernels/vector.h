@@ -51,7 +51,8 @@ inline V load_raw(const void* from) {
     return v;
 }
 
-inline Floats broadcast(float x) { return Floats{} + x; }
+// Not the sum with zero: that is an addition, since -0 + 0 is 0.
+inline Floats broadcast(float x) { return x - Floats{}; }
 
 // --- bfloat16: the upper half of a float; rounded to nearest, ties to even, NaN kept quiet.
 
