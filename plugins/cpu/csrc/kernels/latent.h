@@ -14,6 +14,7 @@
 namespace hardpoint::HARDPOINT_LEVEL::attention {
 
 constexpr int kLatentRows = 64;  // rows of queries in a piece, about: they and their sums stay in the second cache
+constexpr int kLatentQueries = kLanes == 8 ? 6 : 4;  // rows of queries that are worked on together
 constexpr int kNearKeys = 8;     // keys that are worked on together: they stay in the first cache
 static_assert(kDecodeKeys % kNearKeys == 0 && kNearKeys % kDotKeys == 0);
 
@@ -88,12 +89,17 @@ struct Latent {
     }
 };
 
-// Queries of one request from `first` on, in all heads, at work. Rows of queries are heads of one query, one behind the
-// other, then those of the next.
-template <typename Element>
-class LatentPiece {
+// A row of the cache, of elements of the cache's kind, and its scale where that is of 8 bits.
+struct LatentKey {
+    const void *latent, *rope;
+    const float* scale;
+};
+
+// Queries of one request from `first` on, in all heads, at work over keys that are floats. Rows of queries are heads of
+// one query, one behind the other, then those of the next.
+class LatentRows {
   public:
-    LatentPiece(const Latent& call, std::int64_t request, std::int64_t first, std::int64_t queries)
+    LatentRows(const Latent& call, std::int64_t request, std::int64_t first, std::int64_t queries)
         : a_(call),
           request_(request),
           token_(call.query_start[request] + first),
@@ -106,29 +112,18 @@ class LatentPiece {
               Scratch::bytes<float>(rows_ * padded_) + 3 * Scratch::bytes<float>(rows_) +
               Scratch::bytes<float>(rows_ * kDecodeKeys)
           ) {
-        queries_ = scratch_.template take<float>(rows_ * width_);
-        keys_ = scratch_.template take<float>(kDecodeKeys * width_);
-        sums_ = scratch_.template take<float>(rows_ * padded_);
-        most_ = scratch_.template take<float>(rows_);
-        totals_ = scratch_.template take<float>(rows_);
-        shrink_ = scratch_.template take<float>(rows_);
-        weights_ = scratch_.template take<float>(rows_ * kDecodeKeys);
+        queries_ = scratch_.take<float>(rows_ * width_);
+        keys_ = scratch_.take<float>(kDecodeKeys * width_);
+        sums_ = scratch_.take<float>(rows_ * padded_);
+        most_ = scratch_.take<float>(rows_);
+        totals_ = scratch_.take<float>(rows_);
+        shrink_ = scratch_.take<float>(rows_);
+        weights_ = scratch_.take<float>(rows_ * kDecodeKeys);
         for (int i = 0; i < kDecodeKeys; ++i) key_rows_[i] = keys_ + i * width_;
         std::fill(sums_, sums_ + rows_ * padded_, 0.0f);
         std::fill(most_, most_ + rows_, -__builtin_inff());
         std::fill(totals_, totals_ + rows_, 0.0f);
         load_queries();
-    }
-
-    // Over the positions from begin to end, or places in a list, which is behind the newest query at most.
-    void run(std::int64_t begin, std::int64_t end) {
-        for (; begin < end; begin += kDecodeKeys) {
-            const auto count = std::min<std::int64_t>(kDecodeKeys, end - begin);
-            load_keys(begin, count);
-            score(begin, count);
-            for (std::int64_t row = 0; row < rows_; ++row) weigh(row, visible(row, begin, count));
-            sum(begin, count);
-        }
     }
 
     // visit(query's token, head, its sum of weighted latents, largest score, total).
@@ -139,7 +134,34 @@ class LatentPiece {
         }
     }
 
+  protected:
+    // The keys at `keys_`, of `count` positions from `begin` on, join the sums. Between that the rows `next` are
+    // prefetched, of `latent_bytes` and `rope_bytes`.
+    void attend(
+        std::int64_t begin, std::int64_t count, const LatentKey* next, std::int64_t num_next, std::int64_t latent_bytes,
+        std::int64_t rope_bytes
+    ) {
+        score(begin, count);
+        for (std::int64_t row = 0; row < rows_; ++row) weigh(row, visible(row, begin, count));
+        std::int64_t key = 0;
+        sum(begin, count, [&](std::int64_t columns) {  // so many are done
+            for (; key * padded_ < columns * num_next; ++key) {
+                prefetch(next[key].latent, latent_bytes);
+                prefetch(next[key].rope, rope_bytes);
+            }
+        });
+    }
+
+    const Latent& a_;
+    const std::int64_t request_, token_, position_;  // row in q and out, and position, of the first query
+    const std::int64_t rows_, padded_, width_;       // of queries; floats of a latent, and of a whole row
+    float* keys_;                                    // [kDecodeKeys, width_]
+
   private:
+    static void prefetch(const void* row, std::int64_t bytes) {
+        for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at);
+    }
+
     // How many of `count` keys from position `begin` on the query of a row reads.
     std::int64_t visible(std::int64_t row, std::int64_t begin, std::int64_t count) const {
         return std::clamp<std::int64_t>(position_ + row / a_.heads + 1 - begin, 0, count);
@@ -148,10 +170,10 @@ class LatentPiece {
     // part(how many rows of queries, the first of them), for those that read any of the keys.
     template <typename Part>
     void for_each_part(std::int64_t begin, Part part) const {
-        for (std::int64_t row = 0; row < rows_; row += kDotQueries) {
-            const auto n = std::min<std::int64_t>(kDotQueries, rows_ - row);
+        for (std::int64_t row = 0; row < rows_; row += kLatentQueries) {
+            const auto n = std::min<std::int64_t>(kLatentQueries, rows_ - row);
             if (visible(row + n - 1, begin, kDecodeKeys) == 0) continue;
-            with_count<kDotQueries>(n, [&](auto queries) { part(queries, row); });
+            with_count<kLatentQueries>(n, [&](auto queries) { part(queries, row); });
         }
     }
 
@@ -170,42 +192,6 @@ class LatentPiece {
                 for (std::int64_t d = 0; d < width_; d += kLanes) store(to + d, load(to + d) * factor);
             }
         });
-    }
-
-    // The cache's rows at `count` positions from `begin` on; behind them the last one again, for loops over several.
-    void load_keys(std::int64_t begin, std::int64_t count) {
-        if (a_.indices) {
-            const std::int32_t* listed = a_.indices + token_ * a_.index_stride + begin;
-            for (std::int64_t i = 0; i < count; ++i) {
-                const std::int64_t position = std::max(listed[i], 0);
-                load_key(position / a_.block, position % a_.block, i);
-            }
-        } else {
-            std::int64_t number = begin / a_.block, offset = begin % a_.block;
-            for (std::int64_t i = 0; i < count; ++number, offset = 0) {
-                for (; offset < a_.block && i < count; ++offset, ++i) load_key(number, offset, i);
-            }
-        }
-        for (auto i = count; i % kDotKeys; ++i) std::copy_n(keys_ + (count - 1) * width_, width_, keys_ + i * width_);
-    }
-
-    // A row of the cache, of the request's block `number`.
-    void load_key(std::int64_t number, std::int64_t offset, std::int64_t i) {
-        const std::int64_t page = a_.block_table[request_ * a_.table_stride + number];
-        const auto* latent = static_cast<const Element*>(a_.latents) + page * a_.latent_page + offset * a_.latent_size;
-        float* to = keys_ + i * width_;
-        convert(latent, a_.latent_size, padded_, to);
-        const auto load_rope = [&](auto type) {
-            const auto* rope = static_cast<const typename decltype(type)::type*>(a_.rope_keys);
-            convert(rope + page * a_.rope_page + offset * a_.rope_size, a_.rope_size, width_ - padded_, to + padded_);
-        };
-        if constexpr (kIsScaled<Element>) {
-            const Floats scale = broadcast(a_.scales[page * a_.scale_page + offset]);
-            for (std::int64_t d = 0; d < padded_; d += kLanes) store(to + d, load(to + d) * scale);
-            with_float(a_.dtype, load_rope);
-        } else {
-            load_rope(Type<Element>{});
-        }
     }
 
     // Dot products of all rows of queries with the keys, at `weights_`.
@@ -249,7 +235,8 @@ class LatentPiece {
     }
 
     // The weighted latents join the sums. A few columns for all rows of queries: those of the keys stay near.
-    void sum(std::int64_t begin, std::int64_t count) {
+    template <typename Done>
+    void sum(std::int64_t begin, std::int64_t count, Done done) {
         const auto add = [&](auto vectors, std::int64_t d) {
             for_each_part(begin, [&](auto queries, std::int64_t row) {
                 add_vectors<queries, vectors>(
@@ -261,16 +248,98 @@ class LatentPiece {
         std::int64_t d = 0;
         for (; d + kValueVectors * kLanes <= padded_; d += kValueVectors * kLanes) {
             add(std::integral_constant<int, kValueVectors>{}, d);
+            done(d);
         }
         for (; d < padded_; d += kLanes) add(std::integral_constant<int, 1>{}, d);
+        done(padded_);
     }
 
-    const Latent& a_;
-    const std::int64_t request_, token_, position_;  // row in q and out, and position, of the first query
-    const std::int64_t rows_, padded_, width_;       // of queries; floats of a latent, and of a whole row
     Scratch scratch_;
-    float *queries_, *keys_, *sums_, *most_, *totals_, *shrink_, *weights_;
+    float *queries_, *sums_, *most_, *totals_, *shrink_, *weights_;
     const float* key_rows_[kDecodeKeys];
+};
+
+// The same over a cache of these elements.
+template <typename Element>
+class LatentPiece : public LatentRows {
+  public:
+    using LatentRows::LatentRows;
+
+    // Over the positions from begin to end, or places in a list, which is behind the newest query at most.
+    void run(std::int64_t begin, std::int64_t end) {
+        const std::int64_t latent_bytes = a_.latent_size * sizeof(Element);
+        std::int64_t rope_bytes;
+        with_rope([&](auto type) { rope_bytes = a_.rope_size * sizeof(typename decltype(type)::type); });
+        find_keys(begin, end);
+        for (; begin < end; begin += kDecodeKeys) {
+            const auto count = std::min<std::int64_t>(kDecodeKeys, end - begin);
+            load_keys(count);
+            const auto num_next = find_keys(begin + count, end);  // 0 at the end
+            attend(begin, count, found_, num_next, latent_bytes, rope_bytes);
+        }
+    }
+
+  private:
+    // Find the cache's rows at up to kDecodeKeys positions from `begin` to `end`; how many these are.
+    std::int64_t find_keys(std::int64_t begin, std::int64_t end) {
+        const auto count = std::min<std::int64_t>(kDecodeKeys, end - begin);
+        if (a_.indices) {
+            const std::int32_t* listed = a_.indices + token_ * a_.index_stride + begin;
+            for (std::int64_t i = 0; i < count; ++i) {
+                const std::int64_t position = std::max(listed[i], 0);
+                found_[i] = find_key(position / a_.block, position % a_.block);
+            }
+        } else {
+            std::int64_t number = begin / a_.block, offset = begin % a_.block;
+            for (std::int64_t i = 0; i < count; ++number, offset = 0) {
+                for (; offset < a_.block && i < count; ++offset, ++i) found_[i] = find_key(number, offset);
+            }
+        }
+        return count;
+    }
+
+    // A row of the cache, of the request's block `number`.
+    LatentKey find_key(std::int64_t number, std::int64_t offset) const {
+        const std::int64_t page = a_.block_table[request_ * a_.table_stride + number];
+        const auto* latents = static_cast<const Element*>(a_.latents) + page * a_.latent_page;
+        LatentKey found{latents + offset * a_.latent_size, nullptr, nullptr};
+        if constexpr (kIsScaled<Element>) found.scale = a_.scales + page * a_.scale_page + offset;
+        with_rope([&](auto type) {
+            const auto* rope = static_cast<const typename decltype(type)::type*>(a_.rope_keys) + page * a_.rope_page;
+            found.rope = rope + offset * a_.rope_size;
+        });
+        return found;
+    }
+
+    // Rows that were found, as floats; behind them the last one again, for loops over several.
+    void load_keys(std::int64_t count) {
+        for (std::int64_t i = 0; i < count; ++i) load_key(found_[i], keys_ + i * width_);
+        for (auto i = count; i % kDotKeys; ++i) std::copy_n(keys_ + (count - 1) * width_, width_, keys_ + i * width_);
+    }
+
+    void load_key(const LatentKey& key, float* to) const {
+        convert(static_cast<const Element*>(key.latent), a_.latent_size, padded_, to);
+        if constexpr (kIsScaled<Element>) {
+            const Floats scale = broadcast(*key.scale);
+            for (std::int64_t d = 0; d < padded_; d += kLanes) store(to + d, load(to + d) * scale);
+        }
+        with_rope([&](auto type) {
+            const auto* rope = static_cast<const typename decltype(type)::type*>(key.rope);
+            convert(rope, a_.rope_size, width_ - padded_, to + padded_);
+        });
+    }
+
+    // visit(Type of rotated keys' elements).
+    template <typename Visit>
+    void with_rope(Visit visit) const {
+        if constexpr (kIsScaled<Element>) {
+            with_float(a_.dtype, visit);
+        } else {
+            visit(Type<Element>{});
+        }
+    }
+
+    LatentKey found_[kDecodeKeys];
 };
 
 template <typename Element>
