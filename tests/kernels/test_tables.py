@@ -15,7 +15,7 @@ import torch
 from hardpoint.conformance.site import Site
 from hardpoint.kernels import block_experts, gemm, gemv, tiled_experts, weight_only
 from hardpoint.kernels.attention import TritonAttention, TritonQuantizedCacheAttention
-from hardpoint.kernels.attention_tuning import Tiles
+from hardpoint.kernels.attention_tuning import Tables, Tiles
 from hardpoint.kernels.block_experts import BlockExpertTiles
 from hardpoint.kernels.experts_tiling import rule_table
 from hardpoint.kernels.gemm import GemmConfiguration, TritonGemm, gemm_configuration, gemm_table
@@ -210,6 +210,17 @@ def test_tiles_fill_the_matrix_units_of_amd(arch: str) -> None:
         assert experts4.find(rows=rows, pairs=8 * rows, itemsize=2).rows >= 16
         assert blocks.find(rows=rows, pairs=8 * rows, itemsize=2).rows >= 16
         assert experts.find(rows=rows, itemsize=2, element="float4_e2m1", by_round=True).rows >= 16
+
+
+def test_few_heads_have_tiles_of_their_own() -> None:
+    """The rule of an H200 for a rank with 4 heads of keys: bounds of what all launches share are judged at once."""
+    context = context_of("sm_90")
+    tables = Tables.of(context)
+    few, many = (tables.decode.given(wide=False, quantized_cache=False, kv_heads=n) for n in (4, 8))
+    assert few.find(decodes=32).programs == 128
+    assert many.find(decodes=32).programs == 256
+    assert few.find(decodes=33) == many.find(decodes=33)
+    assert few.uses[0] not in many.uses
 
 
 @pytest.mark.parametrize("arch", AMD)

@@ -121,7 +121,7 @@ class TritonAttention(AttentionBackend):
             "WIDE": wide,
             "BLOCK_D": block_d,
         }
-        self._decode_table = tables.decode.given(**facts)
+        self._decode_table = tables.decode.given(**facts, kv_heads=spec.num_kv_heads)
         self._tunings = self._decode_table.uses
         self.decodes = [self._cut_decode(tuning, itemsize, alike) for tuning in self._tunings]
         self.prefill_constants = [

@@ -90,7 +90,7 @@ class Tables(NamedTuple):
         )
 
 
-_DECODE_FACTS: Mapping[str, type] = {"wide": bool, "quantized_cache": bool, "decodes": int}
+_DECODE_FACTS: Mapping[str, type] = {"wide": bool, "quantized_cache": bool, "kv_heads": int, "decodes": int}
 _PREFILL_FACTS: Mapping[str, type] = {"wide": bool, "quantized_cache": bool}
 
 DECODE = DecodeTuning(256, 128, Tiles(rows=32, key_bytes=16384, num_warps=4, num_stages=3))

@@ -80,10 +80,14 @@ class Table(Generic[T]):
 
     def given(self, **facts: Fact) -> Table[T]:
         """The table for launches that all have these facts: conditions on others stay."""
+
+        def is_about(key: str) -> bool:
+            return key.removeprefix("min_").removeprefix("max_") in facts or key in facts
+
         left = [
-            replace(rule, when={key: wanted for key, wanted in rule.when.items() if key not in facts})
+            replace(rule, when={key: wanted for key, wanted in rule.when.items() if not is_about(key)})
             for rule in self.rules
-            if all(facts[key] == wanted for key, wanted in rule.when.items() if key in facts)
+            if all(_holds(key, wanted, facts) for key, wanted in rule.when.items() if is_about(key))
         ]
         return Table(self.kernel, left)
 

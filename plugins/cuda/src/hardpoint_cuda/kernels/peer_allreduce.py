@@ -1,14 +1,13 @@
 """The sum over ranks, residual addition and norm in one kernel: GPUs of one host write to each other's memory.
 
-Each rank has one piece of memory, which all ranks of the group reach; ``peers_ptr`` holds its address on every rank, and
-offsets into it are alike on all ranks (``peer_allreduce.Layout``). It begins with the inbox [2, N, M, n]: rows of each
-rank, twice, since a rank may be one call ahead of another.
+Each rank has one piece of memory, which all ranks of the group reach; ``peers_ptr`` holds its address on every rank,
+and offsets into it are alike on all ranks (``peer_allreduce.Layout``). It begins with the inbox [2, N, M, n]: rows of
+each rank, twice, since a rank may be one call ahead of another.
 
-An element that has not arrived is minus zero, which no rank sends: it sends zero instead. So the data is its own flag,
-and nobody waits for a second write, as in the LL protocols of NCCL and the Lamport buffers of TensorRT-LLM. Whoever has
-read a row fills it with minus zeros again. That is over before another rank writes to the place: it does so two calls
-later, behind this rank's rows of the call between, which this rank sends when the kernel that filled the place has
-ended.
+An element that has not arrived is minus zero. No rank sends minus zero: it sends zero instead. So data need no flag
+beside them, and no rank waits for a second write, as in the LL protocol of NCCL and the Lamport buffers of
+TensorRT-LLM. A program that has read a row fills it with minus zeros again. Another rank writes to that place two calls
+later, when it has this rank's rows of the call between. This rank sends those after the kernel that filled the place.
 
 Axes: N ranks, T rows of a call, M the most of them, n columns.
 """
