@@ -17,9 +17,10 @@ from torch._C._distributed_c10d import HashStore
 from hardpoint import LLM
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import Blueprint, _check_devices, draw
+from hardpoint.engine.execution.ranks.launch import Launch
 from hardpoint.engine.execution.ranks.rank_process import Rank, RankFailed, RankSpec
 from hardpoint.engine.execution.ranks.ranks_executor import RanksExecutor
-from hardpoint.engine.execution.ranks.torchrun_executor import Launch, ThreadRank
+from hardpoint.engine.execution.ranks.torchrun_executor import ThreadRank
 from hardpoint.engine.execution.runner import Runner
 from hardpoint.engine.processes.calls import Failure
 from hardpoint.parallel.choices import Choices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.engine.test_states import HYBRID
 from tests.out_of_tree.build import install
 from tests.support import two_hosts
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.expert_servers import MIXTURE
 
 PROGRAM = """
 import json, os, signal, sys
@@ -96,6 +98,85 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
     assert end == "the end of rank 0"
     assert done.returncode == 1
     assert "Signal 9 (SIGKILL) received by PID" in done.stderr
+
+
+RESTARTED = """
+import json, os, signal, sys
+from pathlib import Path
+from hardpoint import LLM, SamplingParams
+
+folder, prompt, size, killed = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
+rank = os.environ["RANK"]
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+is_first = not (folder / "killed").exists()
+with LLM(
+    str(folder), platform="cpu", kv_cache_memory="16MiB", executor="torchrun", **size,
+    plugin_config={"cpu": {"threads": 1}},
+) as llm:
+    endless = is_first and rank != killed
+    params = SamplingParams(temperature=0, max_tokens=None if endless else 12, ignore_eos=True)
+    for count, output in enumerate(llm.stream(prompt, params)):
+        if count == 3 and is_first and rank == "0" != killed:
+            (folder / "killed").touch()
+            os.kill(int((folder / f"pid-{killed}").read_text()), signal.SIGKILL)
+    if is_first:  # the others wait for steps
+        (folder / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+print(json.dumps(output.outputs[0].token_ids), flush=True)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("backend", "killed"), [("c10d", 1), ("static", 1), ("c10d", 0)])
+@pytest.mark.parametrize("shared", [False, True], ids=["tensors", "replicas that share experts"])
+def test_all_nodes_start_again(shared: bool, backend: str, killed: int, tmp_path: Path) -> None:
+    """Two launchers, each with a process. One process is killed; the other ends by that, and both start again, as their
+    launchers were told. torchrun's store lives on."""
+    family, size = ("qwen3_moe", {"data_parallel_size": 2}) if shared else ("llama", {"tensor_parallel_size": 2})
+    changes = MIXTURE if shared else {}
+    model = write_checkpoint(tmp_path, family, max_position_embeddings=16384, **changes)
+    (prompt,), script = random_prompts(1, 30, seed=1), tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launcher += ["--max-restarts", "1", "--monitor-interval", "1"]
+    meeting = {
+        "c10d": ["--rdzv-backend", "c10d", "--rdzv-id", "own", "--rdzv-endpoint", f"127.0.0.1:{port}"],
+        "static": ["--master-addr", "127.0.0.1", "--master-port", port],
+    }[backend]
+    given = json.dumps({**size, "enable_expert_parallel": shared})
+    command = [
+        *launcher,
+        *meeting,
+        "--node-rank",
+        "{}",
+        str(script),
+        str(tmp_path),
+        json.dumps(prompt),
+        given,
+        str(killed),
+    ]
+    nodes = [
+        subprocess.Popen(
+            [part.format(node) if part == "{}" else part for part in command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for node in (0, 1)
+    ]
+    try:
+        told = [node.communicate(timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()
+    assert [node.returncode for node in nodes] == [0, 0], "".join(stderr for _, stderr in told)
+    outputs = [json.loads(line) for stdout, _ in told for line in stdout.splitlines()]
+    assert len(outputs) == 1 + shared
+    for tokens in outputs:
+        check_tokens_equal(model, prompt, tokens)
 
 
 @pytest.mark.nightly

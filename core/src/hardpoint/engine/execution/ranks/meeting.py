@@ -26,11 +26,11 @@ def meet(config: EngineConfig) -> dict[int, Connection]:
     """A connection to the core of each other replica, by its number; see round_links."""
     topology, patience = config.topology, float(config.core_start_timeout)
     if config.executor_kind == "torchrun":
-        from hardpoint.engine.execution.ranks.torchrun_executor import Launch
+        from hardpoint.engine.execution.ranks.launch import Launch
         from hardpoint.parallel.process_group import PrefixStore
 
         launch = Launch.read(config)
-        store: Store = PrefixStore(str(len(config.deny)), launch.store())  # as in meeting_place
+        store: Store = PrefixStore(str(len(config.deny)), launch.store(config.meeting))  # as in meeting_place
         host, is_here = launch.own_host, launch.place.on_one_host
     elif (rendezvous := config.rendezvous) is not None:
         from hardpoint.parallel.process_group import own_address

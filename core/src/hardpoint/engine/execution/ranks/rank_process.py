@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.processes import child_process
@@ -98,6 +98,8 @@ class Rank:
     commands: SimpleQueue[RankCommand | Exception] = field(default_factory=SimpleQueue)
     serving: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
+    abandoned: threading.Event = field(default_factory=threading.Event)
+    """Set where the parent was gone before it told the rank to stop."""
     blueprint: Blueprint | None = None
 
     def run(self, meet: Callable[[], Store], send: Callable[[RankReport], None]) -> None:
@@ -193,8 +195,17 @@ def _collect(
 def end_with_parent(rank: Rank, connection: Connection, parent: int) -> None:
     """Pass commands on to ``rank`` until the parent is gone; then see to it that this process ends."""
 
+    was_told = threading.Event()
+
+    def take(command: object) -> None:
+        if isinstance(command, Stop):
+            was_told.set()
+        rank.commands.put(cast("RankCommand", command))
+
     def listen() -> None:
-        child_process.listen(connection, parent, rank.commands.put)  # type: ignore[arg-type]  # nothing else is sent
+        child_process.listen(connection, parent, take)
+        if not was_told.is_set():
+            rank.abandoned.set()
         rank.commands.put(Stop())
         if rank.spec.store:  # a parent that was killed has left it
             shutil.rmtree(os.path.dirname(rank.spec.store), ignore_errors=True)

@@ -11,59 +11,31 @@ import json
 import os
 import secrets
 import threading
-from dataclasses import dataclass
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client, Listener
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from hardpoint.config import EngineConfig
+from hardpoint.engine.execution.ranks.launch import Launch, built_no_engine
 from hardpoint.engine.execution.ranks.rank_process import Rank, RankFailed, RankSpec, end_with_parent
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.execution.ranks.sockets import shut
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Stop
-from hardpoint.parallel.process_group import LOOPBACK, PrefixStore, Store, own_address
-from hardpoint.parallel.topology import Coordinates
-from hardpoint_plugin_api import EngineDeadError
+from hardpoint.parallel.process_group import LOOPBACK, Store
 
 if TYPE_CHECKING:
     from hardpoint.engine.blueprint import Blueprint
 
-_LINK = "hardpoint/link/{}"
+_LINK = "link/{}"
 """Where rank 0 of a replica leaves in the store how to reach it."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A process's place as torchrun tells it, by its documented environment variables."""
-
-    place: Coordinates
-    master: tuple[str, int]
-    """The address and port of torchrun's store."""
-
-    @classmethod
-    def read(cls, config: EngineConfig) -> Self:
-        """Raises ConfigError where torchrun did not start this process, or started another number of them."""
-        place = config.topology.of_launched(os.environ)
-        return cls(place, (os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", 0))))
-
-    @property
-    def own_host(self) -> str:
-        """The address at which the launch's other processes reach this one."""
-        return LOOPBACK if self.place.on_one_host else own_address(*self.master)
-
-    def store(self) -> Store:
-        """The store that all processes of the launch share; waits for rank 0's host."""
-        from torch.distributed.rendezvous import rendezvous
-
-        found: Store = next(rendezvous("env://", self.place.world_rank, self.place.topology.world))[0]
-        return PrefixStore("hardpoint", found)
 
 
 def serve_unless_first(config: EngineConfig) -> EngineConfig:
     """Return the config of this process's replica in its rank 0. In another rank's process serve until the engine is
-    closed, then raise SystemExit."""
+    closed, then raise SystemExit: with 1 where the engine was lost, so that torchrun starts all again if it is to."""
     launch = Launch.read(config)
+    config = config.meeting_in(launch.join_attempt(float(config.core_start_timeout)))
     if config.topology.shares_experts:
         config = config.of_launched(launch.place.topology.replica)
     if launch.place.rank:
@@ -73,7 +45,7 @@ def serve_unless_first(config: EngineConfig) -> EngineConfig:
 
 def _serve(config: EngineConfig, launch: Launch) -> int:
     """Serve as the rank that this process is. Returns the process's exit code."""
-    store = launch.store()
+    store = launch.store(config.meeting)
     link = json.loads(store.get(_LINK.format(launch.place.topology.replica)))
     if config.block_size is None and link["block_size"] is not None:  # larger blocks, which rank 0 chose for states
         config = config.with_block_size(link["block_size"])
@@ -89,7 +61,7 @@ def _serve(config: EngineConfig, launch: Launch) -> int:
     rank = Rank(RankSpec(config, launch.place))
     end_with_parent(rank, connection, os.getppid())
     rank.run(lambda: store, report)
-    return int(failed.is_set())
+    return int(failed.is_set() or rank.abandoned.is_set())
 
 
 class TorchrunExecutor(RanksExecutor):
@@ -99,7 +71,7 @@ class TorchrunExecutor(RanksExecutor):
         """Wait until all ranks are loaded. Raises what the first of them raises, and EngineDeadError."""
         config = blueprint.config
         launch, patience = Launch.read(config), float(config.core_start_timeout)
-        store = launch.store()
+        store = launch.store(config.meeting)
         # Two threads must not share a store: one that waits for a key keeps the other from setting it.
         others = _accepted(launch, store, config.block_size, patience)
         super().__init__(config, [ThreadRank(RankSpec(config, launch.place), store), *others])
@@ -125,11 +97,7 @@ def _accepted(launch: Launch, store: Store, block_size: int | None, patience: fl
             except (AuthenticationError, EOFError, ConnectionError):  # a stranger
                 continue
             except TimeoutError:
-                missing = sorted(set(range(1, world)) - set(found))
-                raise EngineDeadError(
-                    f"of torchrun's processes, ranks {missing} built no engine within {patience:g} seconds "
-                    "(--core-start-timeout); every process must run the same script"
-                ) from None
+                raise built_no_engine(sorted(set(range(1, world)) - set(found)), patience) from None
             number: int = connection.recv()
             found[number] = TorchrunPeer(number, connection)
     return [found[number] for number in sorted(found)]
