@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,7 +26,7 @@ from hardpoint_plugin_api import EngineDeadError
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import SMALL, small_llm, until
 from tests.support.expert_servers import MIXTURE, of_servers, servers
-from tests.support.processes import engine_processes, is_gone, ranks_of
+from tests.support.processes import engine_processes, is_core, is_gone, is_rank, ranks_of
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 PROMPTS = random_prompts(4, 30, seed=1)
@@ -71,6 +71,31 @@ def test_streams_go_on(kind: str, number: int, mixture: tuple[Path, PreTrainedMo
     for prompt, output in zip(PROMPTS, llms[0].generate(PROMPTS, LONG, use_tqdm=False), strict=True):
         check_tokens_equal(model, prompt, output.outputs[0].token_ids)
     until(lambda: all(map(is_gone, started)))
+    for llm in llms:
+        llm.close()
+
+
+@NIGHTLY
+@pytest.mark.parametrize("kind", [is_core, is_rank], ids=["core", "rank"])
+def test_one_that_is_killed_while_all_load_again(
+    kind: Callable[[int], bool], mixture: tuple[Path, PreTrainedModel]
+) -> None:
+    """The other server's core may wait for it, and is ended then."""
+    folder, model = mixture
+    llms = servers(folder, on_engine_failure="restart")
+    streams = [llm.stream(prompt, LONG) for llm, prompt in zip(llms, PROMPTS, strict=False)]
+    for stream in streams:
+        next(stream)
+    old = engine_processes(os.getpid())
+    with ThreadPoolExecutor(len(streams)) as pool:
+        reading = [pool.submit(list, stream) for stream in streams]
+        os.kill(core_of(llms[1]), signal.SIGKILL)
+        until(lambda: any(kind(pid) for pid in engine_processes(os.getpid()) if pid not in old))
+        os.kill(next(pid for pid in engine_processes(os.getpid()) if pid not in old and kind(pid)), signal.SIGKILL)
+        for prompt, future in zip(PROMPTS, reading, strict=False):
+            check_tokens_equal(model, prompt, future.result(120)[-1].outputs[0].token_ids)
+    assert max(client(llm).recovery.num_restarts for llm in llms) >= 2
+    assert not any(client(llm).recovery.blames_ops for llm in llms)
     for llm in llms:
         llm.close()
 
