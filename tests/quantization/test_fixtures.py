@@ -17,8 +17,10 @@ from hardpoint.layers.linear import Linear
 from tests.quantization.fixtures.base_model import FIXTURES, MODULES, calibration, write_tokenizer
 from tests.support.engines import prompt_logits, small_llm
 
-NAMES = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir())
-TOOLS = {"autoawq", "bitsandbytes", "compressed-tensors", "gptqmodel", "llmcompressor", "modelopt", "torchao"}
+ALL = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir())
+NAMES = [name for name in ALL if not name.startswith("quark")]
+"""Without those that the plugin of one platform reads: ``tests/rocm/test_quark.py``."""
+TOOLS = {"autoawq", "bitsandbytes", "compressed-tensors", "gptqmodel", "llmcompressor", "modelopt", "quark", "torchao"}
 LAYERS = {
     "q_proj": "qkv",
     "k_proj": "qkv",
@@ -90,7 +92,7 @@ def dtype_of(name: str) -> str:
 
 
 def test_every_tool_has_its_fixtures() -> None:
-    assert {tool for tool in TOOLS if any(name.startswith(tool) for name in NAMES)} == TOOLS
+    assert {tool for tool in TOOLS if any(name.startswith(tool) for name in ALL)} == TOOLS
     assert sum(file.stat().st_size for file in FIXTURES.rglob("*") if file.is_file()) < 2_200_000
 
 

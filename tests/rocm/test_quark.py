@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hardpoint_plugin_api import CheckpointError, HardpointError
 from hardpoint_rocm.platform import RocmPlatform, describe_arch
 from tests.parallel.ranks import ranks_in_threads
+from tests.quantization.fixtures.base_model import FIXTURES, write_tokenizer
 from tests.quantization.formats import Format, Stored, change_tensors, write_quantized
+from tests.quantization.test_fixtures import ALL, loaded_weights
 from tests.support.aiter_calls import CALLS
 from tests.support.checkpoints import random_prompts, reference_logits
 from tests.support.engines import SMALL, prompt_logits, small_llm
@@ -112,6 +116,20 @@ def test_read(mi300x: None, tmp_path: Path, form: Format) -> None:
     with small_llm(tmp_path, **without_triton("rocm", dtype="float32")) as llm:
         got, expected = prompt_logits(llm, ids), reference_logits(model, ids)
     assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.998
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name.startswith("quark")])
+def test_checkpoints_of_quark_itself(mi300x: None, tmp_path: Path, name: str) -> None:
+    """Dequantized, they are the numbers that Quark itself reads, to the bit (``fixtures/with_quark.py``)."""
+    shutil.copytree(FIXTURES / name, tmp_path / name, ignore=shutil.ignore_patterns("dequantized.*"))
+    write_tokenizer(tmp_path / name)
+    expected = load_file(FIXTURES / name / "dequantized.safetensors")
+    with small_llm(tmp_path / name, **without_triton("rocm", dtype="bfloat16")) as llm:
+        found = loaded_weights(llm, torch.bfloat16)
+        prompt_logits(llm, [1, 2, 3])
+    for module, numbers in expected.items():
+        got = found[module]
+        assert torch.equal(got, numbers), f"{module}: {int((got != numbers).sum())} elements differ"
 
 
 @pytest.mark.parametrize("inputs", [MX | {"is_dynamic": True}, None])
