@@ -24,7 +24,7 @@ from hardpoint.plugin_host.blame import construct
 from hardpoint.resources import EngineResources
 from hardpoint.selection import Settings
 from hardpoint.selection.selector import Selector
-from hardpoint_plugin_api import AttentionBatch, AttentionSpec, ConfigError, LatentSpec, Reason, SelectionError
+from hardpoint_plugin_api import NVFP4, AttentionBatch, AttentionSpec, ConfigError, LatentSpec, Reason, SelectionError
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,8 @@ def attention(
     blueprint = draw(EngineConfig.create(model="demo", dtype=dtype, **settings))
     wanted = _pattern(only)
     dtypes = dtype, kv_cache_dtype or dtype
-    dtype_of(dtypes[1])  # refuses what is none, before backends are asked
+    if kv_cache_dtype != NVFP4:
+        dtype_of(dtypes[1])  # refuses what is none, before backends are asked
     if kind_of == "latent":
         size = latent_size + rope_size
         kind: Kind = LatentKind(LatentSpec(heads, latent_size, rope_size, size**-0.5, *dtypes, block_size))

@@ -100,7 +100,9 @@ inline void widen_row(const Element* from, std::int64_t n, bfloat16* to) {
 }
 
 inline void widen_row(GroupRow from, std::int64_t n, bfloat16* to) {
-    for (std::int64_t i = 0; i < n; i += kLanes) store(to + i, load(from + i));
+    std::int64_t i = 0;
+    for (; i + 32 <= n; i += 32) _mm512_storeu_si512(to + i, as_bfloat16(load(from + i), load(from + (i + kLanes))));
+    if (i < n) store(to + i, load(from + i));  // sizes are multiples of a group
 }
 
 // The sums of each quarter of four vectors: quarter i of the result holds those of quarter i of each.
