@@ -52,6 +52,7 @@ def test_logits_and_greedy_tokens_match_transformers_on_the_host(shape: str, tmp
         {"quantization": "int4", "quantization_options": ["group_size=32"]},
         {"kv_cache_dtype": "fp8_e4m3"},
         {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "nvfp4"},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
