@@ -29,23 +29,25 @@ KERNELS = sorted(SOURCES.glob("kernels/*.cpp"))
 FLAGS = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 
 
+_LONGEST = ("linear_blocks", "attention_decode", "latent", "attention_prefill", "linear_float4", "linear_int4")
+"""The families that take longest to compile: more than two seconds each (docs/measurements/host.md)."""
+
+
 class Level(NamedTuple):
-    """The compiler's flags for a level; where only some families are compiled for it, the level that has the others."""
+    """The compiler's flags for a level; the level whose objects it has, which are compiled with these flags then."""
 
     flags: list[str]
-    families: frozenset[str] | None = None
-    others: str = ""
+    objects_of: str = ""
 
 
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 _VNNI = [*_AVX512, "-mavx512vnni"]
 _BF16 = [*_VNNI, "-mavx512bf16"]
-_TILED = frozenset({"experts", "latent", "linear", "linear_blocks", "linear_float4", "linear_int4", "linear_int8"})
 _AMX = ["-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 LEVELS = {
     "x86_64": {
-        "amx": Level([*_BF16, *_AMX], _TILED, "avx512_bf16"),
+        "amx": Level([*_BF16, *_AMX], objects_of="avx512_bf16"),
         "avx512_bf16": Level(_BF16),
         "avx512_vnni": Level(_VNNI),
         "avx512": Level(_AVX512),
@@ -53,9 +55,13 @@ LEVELS = {
         "plain": Level([]),
     }
 }
-"""By machine, best first: what csrc/levels.cpp knows how to recognise. Others have ``plain`` alone."""
+"""By machine, best first: what csrc/levels.cpp knows how to recognise. Others have ``plain`` alone.
 
-EMULATED = Level(["-DHARDPOINT_EMULATE_TILES"], _TILED, "plain")
+Tile instructions are assembly in the source and run where a kernel's level allows them (``tiles_allowed`` in
+csrc/task.h). So ``amx`` shares the objects of the level below it.
+"""
+
+EMULATED = Level(["-DHARDPOINT_EMULATE_TILES"])
 """The level ``amx`` as any machine can run it, for tests; see csrc/kernels/tiles.h."""
 
 
@@ -99,10 +105,12 @@ class BuildKernels(build_ext):
             levels = {"amx": EMULATED, **{name: level for name, level in levels.items() if name != "amx"}}
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
         known = self._chosen(levels)
-        made = {name: self._made_for(name, level) for name, level in known.items()}
-        files = sorted({file for families in made.values() for file in families})
+        made = {name: [(level.objects_of or name, source) for source in KERNELS] for name, level in known.items()}
+        files = sorted({file for families in made.values() for file in families}, key=_longest_first)
+        flags = {name: level.flags for name, level in known.items()}
+        flags |= {level.objects_of: level.flags for level in known.values() if level.objects_of}
         with ThreadPoolExecutor(self.parallel or os.cpu_count()) as pool:
-            objects = list(pool.map(lambda file: self._compile(*file, levels[file[0]].flags), files))
+            objects = list(pool.map(lambda file: self._compile(*file, flags[file[0]]), files))
         listed = {
             name: " ".join(f"F({level}, {source.stem})" for level, source in families)
             for name, families in made.items()
@@ -121,15 +129,15 @@ class BuildKernels(build_ext):
             supported = self._supported()
             usable = self._known({name: level for name, level in levels.items() if name in supported})
             best = next(iter(usable))  # plain, if nothing else
-            return {name: level for name, level in usable.items() if name in (best, usable[best].others)}
+            return {name: level for name, level in usable.items() if name in (best, usable[best].objects_of)}
         wanted = set(levels) if self.levels == "all" else {"plain", *self.levels.split(",")}
-        wanted |= {level.others for name, level in levels.items() if name in wanted}
+        wanted |= {level.objects_of for name, level in levels.items() if name in wanted}
         return self._known({name: level for name, level in levels.items() if name in wanted})
 
     def _known(self, levels: dict[str, Level]) -> dict[str, Level]:
         """The levels that the compiler knows, with what they need."""
         known = {name: level for name, level in levels.items() if self._knows(level.flags)}
-        return {name: level for name, level in known.items() if not level.others or level.others in known}
+        return {name: level for name, level in known.items() if not level.objects_of or level.objects_of in known}
 
     def _supported(self) -> list[str]:
         """The levels that this machine's CPU runs, as csrc/levels.cpp finds them. All, if compiled for another."""
@@ -150,11 +158,6 @@ class BuildKernels(build_ext):
             except (OSError, subprocess.CalledProcessError):
                 return [name for levels in LEVELS.values() for name in levels]
         return done.stdout.split()
-
-    def _made_for(self, name: str, level: Level) -> list[tuple[str, Path]]:
-        """For each family of a level, the level that it is compiled for, and its source."""
-        own = KERNELS if level.families is None else [s for s in KERNELS if s.stem in level.families]
-        return [(name if source in own else level.others, source) for source in KERNELS]
 
     def _compile(self, level: str, source: Path, flags: list[str]) -> str:
         """The object file of one family at one level, compiled where it is older than anything that went into it.
@@ -183,6 +186,13 @@ class BuildKernels(build_ext):
             except CompileError:
                 return False
         return True
+
+
+def _longest_first(file: tuple[str, Path]) -> tuple[bool, int, str, str]:
+    """Sorts what takes longest to compile first, so that no core waits for the last one."""
+    level, source = file
+    place = _LONGEST.index(source.stem) if source.stem in _LONGEST else len(_LONGEST)
+    return level == "plain", place, source.stem, level
 
 
 def _is_outdated(built: Path) -> bool:

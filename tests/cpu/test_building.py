@@ -95,6 +95,13 @@ def test_native_is_the_best_level_that_the_cpu_runs(build: Build) -> None:
     assert build("avx2") == {"avx2/one", "avx2/two", "plain/one", "plain/two"}
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels are those of x86-64")
+def test_tiles_share_the_objects_of_the_level_below(build: Build) -> None:
+    assert build("amx") == {"avx512_bf16/one", "avx512_bf16/two", "plain/one", "plain/two"}
+    assert build("amx,avx512_bf16") == set()
+    assert build("avx512_bf16") == {"avx512_bf16/one", "avx512_bf16/two"}, "without the flags that tiles need"
+
+
 def test_a_level_that_is_none(build: Build) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failed:
         build("avx3")

@@ -1,5 +1,7 @@
 #include "levels.h"
 
+#include <cstring>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -9,7 +11,7 @@
 #endif
 
 // The build defines HARDPOINT_LEVELS: for each level that the compiler knows, best first, an X(level, families), where
-// families are an F(made_for, family) for each file csrc/kernels/FAMILY.cpp: some come from another level.
+// families are an F(made_for, family) for each file csrc/kernels/FAMILY.cpp: `amx` has those of another level.
 #define F(made_for, family)              \
     namespace hardpoint::made_for {      \
     extern const Family family##_family; \
@@ -37,7 +39,7 @@ bool supports_avx512_bf16() { return supports_avx512_vnni() && __builtin_cpu_sup
 #if defined(HARDPOINT_EMULATE_TILES)
 bool supports_amx() { return true; }
 #else
-bool has_tiles() {
+bool cpu_has_tiles() {
     constexpr unsigned kBfloat16 = 1u << 22, kTiles = 1u << 24, kInt8 = 1u << 25;  // leaf 7, EDX
     constexpr unsigned kWanted = kBfloat16 | kTiles | kInt8;
     unsigned a, b, c, d;
@@ -56,7 +58,7 @@ bool may_use_tiles() {
 #endif
 }
 
-bool supports_amx() { return supports_avx512_bf16() && has_tiles() && may_use_tiles(); }
+bool supports_amx() { return supports_avx512_bf16() && cpu_has_tiles() && may_use_tiles(); }
 #endif
 #endif
 
@@ -67,6 +69,9 @@ bool supports_amx() { return supports_avx512_bf16() && has_tiles() && may_use_ti
 #define HARDPOINT_ALL_LEVELS X(plain)
 #endif
 
+// Whether kernels of a level may multiply by matrix tiles.
+bool has_tiles(const char* level) { return std::strcmp(level, "amx") == 0; }
+
 std::vector<Level> find_levels() {
     std::vector<Level> found;
     std::vector<Kernel> kernels;
@@ -74,10 +79,11 @@ std::vector<Level> find_levels() {
         kernels.insert(kernels.end(), family.kernels, family.kernels + family.count);
     };
 #define F(made_for, family) add(made_for::family##_family);
-#define X(level, families)                           \
-    if (supports_##level()) {                        \
-        kernels.clear();                             \
-        families found.push_back({#level, kernels}); \
+#define X(level, families)                                                        \
+    if (supports_##level()) {                                                     \
+        kernels.clear();                                                          \
+        families for (Kernel& kernel : kernels) kernel.tiles = has_tiles(#level); \
+        found.push_back({#level, kernels});                                       \
     }
     HARDPOINT_LEVELS
 #undef X

@@ -17,11 +17,25 @@ union Slot {
 
 constexpr int kMaxArguments = 32;
 
+// Whether what this thread runs may multiply by matrix tiles (see kernels/tiles.h): its kernel is one of a level that has
+// them. Levels with and without tiles share their compiled code.
+inline constinit thread_local bool tiles_allowed = false;
+
 struct Kernel {
     const char* name;
     const char* signature;  // one letter per argument
-    std::int64_t (*chunks)(const Slot* arguments);
-    void (*run)(const Slot* arguments, std::int64_t chunk);
+    std::int64_t (*count_chunks)(const Slot* arguments);
+    void (*run_chunk)(const Slot* arguments, std::int64_t chunk);
+    bool tiles = false;  // see tiles_allowed
+
+    std::int64_t chunks(const Slot* arguments) const {
+        tiles_allowed = tiles;
+        return count_chunks(arguments);
+    }
+    void run(const Slot* arguments, std::int64_t chunk) const {
+        tiles_allowed = tiles;
+        run_chunk(arguments, chunk);
+    }
 };
 
 // A kernel out of a struct of arguments: eight bytes each, in the order of its `signature`, with the members

@@ -390,10 +390,16 @@ struct LatentAttention : Latent {
     void with_piece(std::int64_t request, std::int64_t first, std::int64_t queries, Run run) const {
 #if defined(HARDPOINT_BLOCK_PRODUCTS)
         if constexpr (std::is_same_v<Element, bfloat16>) {
-            if (TiledLatentPiece<Latent>::serves(*this)) {
-                TiledLatentPiece<Latent> piece(*this, request, first, queries);
-                return run(piece);
-            }
+            const auto run_by = [&](auto products) {
+                TiledLatentPiece<typename decltype(products)::type, Latent> piece(*this, request, first, queries);
+                run(piece);
+            };
+#if defined(HARDPOINT_TILES)
+            if (dtype == kBfloat16 && tiles_allowed) return run_by(Type<TileProducts>{});
+#endif
+#if defined(__AVX512BF16__)
+            if (dtype == kBfloat16) return run_by(Type<VectorProducts>{});
+#endif
         }
 #endif
         LatentPiece<Element> piece(*this, request, first, queries);

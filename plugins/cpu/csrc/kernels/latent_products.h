@@ -1,7 +1,7 @@
 // Products of bfloat16 in blocks, for latent attention: float32 sums of 16 columns, by one of two instruction sets.
 //
 // Both multiply rows as they lie by words, each of which holds two elements of a column, one below the other. Where
-// there are tiles (see tiles.h), four of them hold sums. Else, with AVX-512 BF16, 16 vectors hold sums, and each
+// tiles are allowed (see tiles.h), four of them hold sums. Else, with AVX-512 BF16, 16 vectors hold sums, and each
 // product is of a vector of words with one word of a row in all lanes.
 #pragma once
 
@@ -51,11 +51,11 @@ inline void join_words(const bfloat16* upper, const bfloat16* lower, std::uint32
 }
 
 // By tiles, on this thread for as long as this lives.
-class BlockProducts {
+class TileProducts {
   public:
     static constexpr bool kEvenRows = true;  // 16 rows, from a multiple of 16 on, have to lie evenly apart
 
-    BlockProducts() { shapes_.set(kRowsByTiles); }
+    TileProducts() { shapes_.set(kRowsByTiles); }
 
     // scores[key][row of queries] of `count` keys; keys behind them, up to kBlockKeys, are read. Sizes are multiples of
     // kPairedColumns; `queries` are words [columns / 2][kGroupRows], of latents, then of rotated keys.
@@ -142,7 +142,9 @@ class BlockProducts {
     alignas(64) std::uint32_t values_[kBlockPairs][kValueColumns];  // words of two keys
 };
 
-#else
+#endif
+
+#if defined(__AVX512BF16__)
 
 // Rows that will be read next, prefetched line by line.
 struct NextRows {
@@ -161,7 +163,7 @@ struct NextRows {
 // By dot products of two elements in each lane. Scores take 17 loads for 16 products, values 10 (Zen 5 has two of each
 // in a cycle). While the values of a block are added, the next block's rows are prefetched in the order in which they
 // lie: decodes from memory took 7.7 ms without, 7.0 with a prefetch of the same columns of each row, and 6.0 like this.
-class BlockProducts {
+class VectorProducts {
   public:
     static constexpr bool kEvenRows = false;
 

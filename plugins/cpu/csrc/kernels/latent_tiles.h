@@ -14,12 +14,10 @@ namespace hardpoint::HARDPOINT_LEVEL::attention {
 
 #if defined(HARDPOINT_BLOCK_PRODUCTS)
 
-// See LatentPiece. `Latent` is that of latent.h.
-template <typename Latent>
+// See LatentPiece. `Latent` is that of latent.h, with queries of bfloat16.
+template <typename Products, typename Latent>
 class TiledLatentPiece {
   public:
-    static bool serves(const Latent& call) { return call.dtype == kBfloat16; }
-
     TiledLatentPiece(const Latent& call, std::int64_t request, std::int64_t first, std::int64_t queries)
         : a_(call),
           request_(request),
@@ -61,7 +59,7 @@ class TiledLatentPiece {
 
     // Over the positions from begin to end, or places in a list, which is behind the newest query at most.
     void run(std::int64_t begin, std::int64_t end) {
-        BlockProducts products;
+        Products products;
         find_keys(begin, end);
         for (; begin < end; begin += kBlockKeys) {
             const auto count = std::min<std::int64_t>(kBlockKeys, end - begin);
@@ -158,7 +156,7 @@ class TiledLatentPiece {
     void copy_keys(std::int64_t count) {
         for (std::int64_t first = 0; first < count; first += kGroupRows) {
             const bfloat16 **latents = keys_.latents + first, **rope_keys = keys_.rope_keys + first;
-            if (fills_tiles() && (!BlockProducts::kEvenRows || (are_even(latents) && are_even(rope_keys)))) continue;
+            if (fills_tiles() && (!Products::kEvenRows || (are_even(latents) && are_even(rope_keys)))) continue;
             for (int i = 0; i < kGroupRows; ++i) {
                 bfloat16* to = copies_ + (first + i) * copy_stride();
                 std::copy_n(latents[i], a_.latent_size, to);

@@ -10,7 +10,7 @@
 
 namespace hardpoint::HARDPOINT_LEVEL {
 
-// Whether tiles multiply elements of this type.
+// Whether tiles can multiply elements of this type.
 #if defined(HARDPOINT_TILES)
 template <typename T>
 constexpr bool kTiled = std::is_same_v<T, bfloat16> || std::is_same_v<T, std::int8_t>;
@@ -19,9 +19,11 @@ template <typename T>
 constexpr bool kTiled = false;
 #endif
 
-// Whether tiles multiply a block, where there are any: rows that one tile of vector registers holds are bound by memory
-// either way. Rounding differs between the two, so that with `alike` they multiply all blocks.
-inline bool by_tiles(const Block& block, bool alike = false) { return alike || block.rows > kTileRows; }
+// Whether tiles multiply a block, where they can: rows that one tile of vector registers holds are bound by memory either
+// way. Rounding differs between the two, so that with `alike` they multiply all blocks.
+inline bool by_tiles(const Block& block, bool alike = false) {
+    return tiles_allowed && (alike || block.rows > kTileRows);
+}
 
 // results[i][p] = row i of the block times its panel p, or with `add` that is added, over some columns. `row(i)` is
 // where row i of x starts; `w` is the first panel, others follow `panel_stride` elements apart. Results have 64 bytes.

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "../constants.h"
+#include "../task.h"
 #include "chunking.h"
 #include "tiles.h"
 #include "vector.h"
@@ -36,11 +37,12 @@ constexpr int kTileRows = 2, kTilePanels = 1, kTileResults = 2;
 #endif
 
 // Rows of x that a kernel takes together where there are many.
+inline std::int64_t rows_together() {
 #if defined(HARDPOINT_TILES)
-constexpr int kRowsTogether = 32;
-#else
-constexpr int kRowsTogether = kTileRows;
+    if (tiles_allowed) return 2 * tiles::kRows;
 #endif
+    return kTileRows;
+}
 
 // Columns that are multiplied before the next rows of x are taken: a block of panels then stays in the second-level
 // cache. Half as many, with their results carried in between, was 5 % slower on a Zen 5. Where registers are half as
@@ -76,8 +78,8 @@ struct Cut {
   private:
     // At most kBlockRows, the same for all blocks, as kernels take them together.
     static std::int64_t even_share(std::int64_t m) {
-        const std::int64_t blocks = std::max<std::int64_t>(1, ceil_div(m, kBlockRows));
-        return std::max<std::int64_t>(1, ceil_div(ceil_div(m, blocks), kRowsTogether)) * kRowsTogether;
+        const std::int64_t blocks = std::max<std::int64_t>(1, ceil_div(m, kBlockRows)), together = rows_together();
+        return std::max<std::int64_t>(1, ceil_div(ceil_div(m, blocks), together)) * together;
     }
 };
 
