@@ -1,13 +1,12 @@
-// The feed-forwards of a mixture of experts: rows sorted by expert, then products with each expert's own weight.
+// The feed-forwards of a mixture of experts: rows sorted by expert, then products with each expert's own weight, which
+// stand beside those of one weight: linear.h, linear_int8.h and so on.
 //
 // Axes: T tokens, K experts of a token, E experts. Row p of the sorted order is place order[p] of ids [T, K], counted
 // through; rows of one expert are neighbours.
 #pragma once
 
 #include "../task.h"
-#include "linear_float4.h"
-#include "linear_int4.h"
-#include "linear_int8.h"
+#include "panels.h"
 
 namespace hardpoint::HARDPOINT_LEVEL {
 
@@ -61,7 +60,7 @@ struct Routed {
     const ExpertRows* pieces;
     std::int64_t count, experts, top_k;
 
-    std::int64_t row(std::int64_t p) const { return top_k ? order[p] / top_k : p; }
+    Places places() const { return {order, top_k}; }
     std::int64_t chunks(std::int64_t n, std::int64_t panels) const {
         return most_expert_rows(count, experts) * ceil_div(num_panels(n), panels);
     }
@@ -85,122 +84,10 @@ struct ExpertsOut {
     const T* bias;
     T* out;
 
-    auto finish(std::int64_t expert, std::int64_t n) const {
-        return [to = out, from = bias ? bias + expert * n : nullptr, n](std::int64_t p, const Sums& sums, std::int64_t c) {
-            store_results<T>(to + p * n + c, sums, from ? from + c : nullptr, n - c);
-        };
+    Output of(std::int64_t expert, std::int64_t n, const float* scales = nullptr) const {
+        return Output::of(out, bias ? bias + expert * n : nullptr, n, scales);
     }
 };
-
-// out [count, N]: sorted rows of x [., K] times their expert's weight, panels one expert after the other. See
-// multiply_block for `alike`.
-template <typename T>
-struct ExpertsLinear {
-    static constexpr char signature[] = "ppppppiiiiiii";
-    const T* x;
-    const T* w;
-    ExpertsOut<T> out;
-    Routed routed;
-    std::int64_t n, k, x_stride, alike;
-
-    std::int64_t chunks() const { return routed.chunks(n, kTilePanels); }
-    void run(std::int64_t chunk) const {
-        const auto row = [&](std::int64_t p) { return x + routed.row(p) * x_stride; };
-        const std::int64_t size = num_panels(n) * panel_size<T>(k);
-        routed.for_each_block(chunk, n, kTilePanels, [&](std::int64_t expert, const Block& block) {
-            PlainWeight<T>{w + expert * size, n, k, alike != 0}.multiply(block, row, out.finish(expert, n));
-        });
-    }
-};
-
-// The same with int8 weights and rounded activations.
-template <typename T>
-struct ExpertsLinearInt8 {
-    static constexpr char signature[] = "pppppppppiiiii";
-    const std::int8_t* codes;
-    const float* x_scales;
-    const std::int8_t* w;
-    const float* w_scales;
-    const std::int32_t* row_sums;
-    ExpertsOut<T> out;
-    Routed routed;
-    std::int64_t n, k;
-
-    std::int64_t chunks() const { return routed.chunks(n, kBytePanels); }
-    void run(std::int64_t chunk) const {
-        const std::int64_t padded = num_panels(n) * kPanelRows;
-        const auto row = [&](std::int64_t p) { return codes + routed.row(p) * k; };
-        const auto scale = [&](std::int64_t p) { return x_scales[routed.row(p)]; };
-        const std::int64_t size = num_panels(n) * byte_panel_size(k);
-        routed.for_each_block(chunk, n, kBytePanels, [&](std::int64_t expert, const Block& block) {
-            ByteWeight{w + expert * size, w_scales + expert * padded, row_sums + expert * padded, n, k}.multiply(
-                block, row, scale, out.finish(expert, n)
-            );
-        });
-    }
-};
-
-// One chunk of the same with 4-bit weights, activations as they are. `of_expert(e)` is the weight of expert e.
-template <typename T, typename W, typename OfExpert>
-inline void multiply_nibbles(
-    std::int64_t chunk, const Routed& routed, const T* x, std::int64_t x_stride, std::int64_t n, bool alike,
-    const OfExpert& of_expert, const ExpertsOut<T>& out
-) {
-    const auto row = [&](std::int64_t p) { return x + routed.row(p) * x_stride; };
-    routed.for_each_block<kNibbleBlock<T>>(chunk, n, kNibblePanels, [&](std::int64_t expert, const Block& block) {
-        NibbleWeight<T, W>{of_expert(expert), n, alike}.multiply(block, row, out.finish(expert, n));
-    });
-}
-
-template <typename T, typename S>
-struct ExpertsLinearInt4 {
-    static constexpr char signature[] = "ppppppppiiiiiiii";
-    const T* x;
-    const std::uint8_t* steps;
-    const S* scales;
-    const std::uint8_t* zeros;
-    ExpertsOut<T> out;
-    Routed routed;
-    std::int64_t n, k, group, x_stride, alike;
-
-    std::int64_t chunks() const { return routed.chunks(n, kNibblePanels); }
-    void run(std::int64_t chunk) const {
-        using W = Nibbles<S, Int4Codes>;
-        const std::int64_t size = num_panels(n) * nibble_panel_size(k), groups = num_panels(n) * (k / group) * kPanelRows;
-        const auto of_expert = [&](std::int64_t e) {
-            return W{steps + e * size, scales + e * groups, zeros ? zeros + e * groups : nullptr, nullptr, k, group};
-        };
-        multiply_nibbles<T, W>(chunk, routed, x, x_stride, n, alike != 0, of_expert, out);
-    }
-};
-
-template <typename T, typename S>
-struct ExpertsLinearFloat4 {
-    static constexpr char signature[] = "ppppppppiiiiiiii";
-    const T* x;
-    const std::uint8_t* steps;
-    const S* scales;
-    const float* outer;
-    ExpertsOut<T> out;
-    Routed routed;
-    std::int64_t n, k, group, x_stride, alike;
-
-    std::int64_t chunks() const { return routed.chunks(n, kNibblePanels); }
-    void run(std::int64_t chunk) const {
-        using W = Nibbles<S, E2M1Codes>;
-        const std::int64_t padded = num_panels(n) * kPanelRows, size = num_panels(n) * nibble_panel_size(k);
-        const auto of_expert = [&](std::int64_t e) {
-            const float* outers = outer ? outer + e * padded : nullptr;
-            return W{steps + e * size, scales + e * padded * (k / group), nullptr, outers, k, group};
-        };
-        multiply_nibbles<T, W>(chunk, routed, x, x_stride, n, alike != 0, of_expert, out);
-    }
-};
-
-template <typename T>
-using ExpertsLinearMxfp4 = ExpertsLinearFloat4<T, e8m0>;
-template <typename T>
-using ExpertsLinearNvfp4 = ExpertsLinearFloat4<T, e4m3>;
 
 // out [T, H]: the sum of the sorted rows y of a token's places, each times its weight, float32 [T, K].
 template <typename T>

@@ -27,11 +27,11 @@ struct ExpertsLinearBlocks {
     std::int64_t chunks() const { return routed.chunks(n, kCodePanels<largest>); }
     void run(std::int64_t chunk) const {
         const BlockScales scales{inner, outer, inner_minima, outer_minima, k, group, outer_columns, zero, is_signed};
-        const BlockInput x{x_codes, x_scales, x_sums, x_numbers, [&](std::int64_t p) { return routed.row(p); }};
+        const BlockInput<T> x{x_codes, x_scales, x_sums, x_numbers, routed.places()};
         const std::int64_t panels = num_panels(n), size = panels * code_panel_size<largest>(k);
         routed.for_each_block(chunk, n, kCodePanels<largest>, [&](std::int64_t expert, const Block& block) {
             const CodeWeight<largest> weight{codes + expert * size, scales.behind(expert, panels)};
-            weight.multiply(block, x, out.finish(expert, n));
+            weight.multiply(block, x, out.of(expert, n));
         });
     }
 };

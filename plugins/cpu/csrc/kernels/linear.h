@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../task.h"
+#include "experts.h"
 #include "linear_tiles.h"
 
 namespace hardpoint::HARDPOINT_LEVEL {
@@ -30,15 +31,16 @@ template <typename T>
 using Made = std::conditional_t<kTiled<T>, T, Factor<T>>;
 
 #if defined(__AVX512BF16__)
-// sums[r][p] += x[r] times panel p, over `columns` columns. `panel_stride` counts elements.
+// sums [rows, panels] = x[r] times panel p, over `columns` columns; with `add` that is added to them. `stride` is from a
+// row of sums to the next, `panel_stride` counts elements.
 template <int rows, int panels>
-inline void multiply(
-    Sums (&sums)[rows][panels], const bfloat16* const (&x)[rows], const bfloat16* w, std::int64_t panel_stride,
+[[gnu::noinline]] void multiply(
+    Sums* sums, std::int64_t stride, bool add, const bfloat16* const* x, const bfloat16* w, std::int64_t panel_stride,
     std::int64_t columns
 ) {
     __m512 acc[rows][panels];
     for (int r = 0; r < rows; ++r) {
-        for (int p = 0; p < panels; ++p) acc[r][p] = bits_as<__m512>(sums[r][p]);
+        for (int p = 0; p < panels; ++p) acc[r][p] = add ? bits_as<__m512>(sums[r * stride + p]) : _mm512_setzero_ps();
     }
     for (std::int64_t g = 0; g < ceil_div(columns, 2); ++g) {
         __m512bh column[panels];
@@ -53,7 +55,7 @@ inline void multiply(
         }
     }
     for (int r = 0; r < rows; ++r) {
-        for (int p = 0; p < panels; ++p) sums[r][p] = bits_as<Sums>(acc[r][p]);
+        for (int p = 0; p < panels; ++p) sums[r * stride + p] = bits_as<Sums>(acc[r][p]);
     }
 }
 #endif
@@ -74,14 +76,14 @@ constexpr int kNarrowRows = kLanes == 8 ? 8 : kTileRows;
 
 // The same of floats. Elements of panels become floats in registers.
 template <int rows, int panels, typename T>
-inline void multiply(
-    Sums (&sums)[rows][panels], const float* const (&x)[rows], const T* w, std::int64_t panel_stride,
+[[gnu::noinline]] void multiply(
+    Sums* sums, std::int64_t stride, bool add, const float* const* x, const T* w, std::int64_t panel_stride,
     std::int64_t columns
 ) {
     Floats acc[rows][panels][kVectors];
     unrolled<rows * panels * kVectors>([&](auto i) __attribute__((always_inline)) {
         constexpr int r = i / (panels * kVectors), p = i / kVectors % panels, j = i % kVectors;
-        acc[r][p][j] = sums[r][p].v[j];
+        acc[r][p][j] = add ? sums[r * stride + p].v[j] : Floats{};
     });
     // Each number of x is spread just before its products: all at once, they would push sums out of registers.
     for (std::int64_t c = 0; c < columns; c += kGroup<T>) {
@@ -103,7 +105,7 @@ inline void multiply(
     }
     unrolled<rows * panels * kVectors>([&](auto i) __attribute__((always_inline)) {
         constexpr int r = i / (panels * kVectors), p = i / kVectors % panels, j = i % kVectors;
-        sums[r][p].v[j] = acc[r][p][j];
+        sums[r * stride + p].v[j] = acc[r][p][j];
     });
 }
 
@@ -114,11 +116,27 @@ struct Panels {
     std::int64_t stride;
 };
 
+// What gives a block's panels from a column on: they lie in memory or are made. Called through a pointer, so that products
+// are compiled once for all that make panels of the same elements.
+template <typename T>
+struct PanelSource {
+    const void* of;
+    Panels<T> (*give)(const void* of, std::int64_t first, std::int64_t columns);
+
+    // From a function of (first column, columns), which must outlive this.
+    template <typename F>
+    explicit PanelSource(const F& f)
+        : of(&f), give([](const void* of, std::int64_t first, std::int64_t columns) {
+              return (*static_cast<const F*>(of))(first, columns);
+          }) {}
+    Panels<T> operator()(std::int64_t first, std::int64_t columns) const { return give(of, first, columns); }
+};
+
 // multiply_block by tiles.
-template <typename T, typename GivePanels, typename Row, typename Finish>
+template <typename T>
 void multiply_block_by_tiles(
-    const Block& block, std::int64_t k, std::int64_t step, const GivePanels& panels, const Row& row,
-    const Finish& finish
+    const Block& block, std::int64_t k, std::int64_t step, const PanelSource<T>& panels, const InputRows<T>& row,
+    const Output& out
 ) {
     alignas(64) Sums results[kBlockRows][kTilePanels];
     std::int64_t first = 0;
@@ -128,11 +146,7 @@ void multiply_block_by_tiles(
         multiply_by_tiles(block, row, first, columns, w.first, w.stride, first > 0, results);
         first += step;
     } while (first < k);
-    for (std::int64_t i = 0; i < block.rows; ++i) {
-        for (std::int64_t p = 0; p < block.panels; ++p) {
-            finish(block.first_row + i, results[i][p], (block.first_panel + p) * kPanelRows);
-        }
-    }
+    out.write(block.first_row, block.rows, block.first_panel * kPanelRows, block.panels, results[0], kTilePanels);
 }
 
 // Memory of copies: apart from that of panels that were made, and that of rows from that of panels.
@@ -144,15 +158,15 @@ struct FloatPanel {
 };
 
 // Columns of a block's rows as they are multiplied: where they lie, or as floats in memory of this thread.
-template <typename T, typename Row>
+template <typename T>
 struct FactorRows {
     const Block& block;
-    const Row& row;
+    const InputRows<T>& row;
     std::int64_t first;
     FloatRow* copy = nullptr;
     std::int64_t stride = 0;
 
-    FactorRows(const Block& block, const Row& row, std::int64_t first, std::int64_t columns)
+    FactorRows(const Block& block, const InputRows<T>& row, std::int64_t first, std::int64_t columns)
         : block(block), row(row), first(first), stride(ceil_div(columns, kLanes) * kLanes) {
         if constexpr (!kAsTheyLie) {
             copy = scratch<FloatRow>(block.rows * stride);
@@ -197,45 +211,37 @@ inline Panels<float> float_panels(Panels<T> w, std::int64_t panels, std::int64_t
     return {made, stride};
 }
 
-// One block of x [M, K] @ w.T. `panels(first column, columns)` gives the block's panels from that column on, of W;
-// `row(i)` is where row i of x starts, of W or of T; `finish(i, 16 sums, column)` takes the results of row i. Columns
-// come outermost, so that a block of panels is read from memory (or made) once, and then from the cache for every tile
-// of rows. With `alike` a row's bits do not depend on how many rows there are.
-template <typename W, typename GivePanels, typename Row, typename Finish>
+// One block of x [M, K] @ w.T, x of T. `panels(first column, columns)` gives the block's panels from that column on, of W.
+// Columns come outermost, so that a block of panels is read from memory (or made) once, and then from the cache for every
+// tile of rows. With `alike` a row's bits do not depend on how many rows there are.
+template <typename W, typename T>
 void multiply_block(
-    const Block& block, std::int64_t k, std::int64_t step, bool alike, const GivePanels& panels, const Row& row,
-    const Finish& finish
+    const Block& block, std::int64_t k, std::int64_t step, bool alike, const PanelSource<W>& panels,
+    const InputRows<T>& row, const Output& out
 ) {
     if constexpr (kTiled<W>) {
-        if (by_tiles(block, alike)) return multiply_block_by_tiles<W>(block, k, step, panels, row, finish);
+        if (by_tiles(block, alike)) return multiply_block_by_tiles<W>(block, k, step, panels, row, out);
     }
-    using T = std::remove_cvref_t<decltype(*row(0))>;
     alignas(64) Sums results[kBlockRows][kTilePanels];
     const auto multiply_columns = [&](std::int64_t first, std::int64_t columns, const auto& x, const auto& w) {
-        const bool last = first + step >= k;
-        for_each_tile(block.rows, block.panels, [&](auto rows, auto count, std::int64_t tile, std::int64_t panel) {
-            Sums sums[rows][count];
-            const Factor<T>* from[rows];
-            for (int r = 0; r < rows; ++r) {
-                from[r] = x.at(tile + r);
-                for (int p = 0; p < count; ++p) sums[r][p] = first ? results[tile + r][panel + p] : Sums{};
-            }
-            multiply<rows, count>(sums, from, w.first + panel * w.stride, w.stride, columns);
-            for (int r = 0; r < rows; ++r) {
-                for (int p = 0; p < count; ++p) {
-                    if (last) {
-                        finish(block.first_row + tile + r, sums[r][p], (block.first_panel + panel + p) * kPanelRows);
-                    } else {
-                        results[tile + r][panel + p] = sums[r][p];
-                    }
-                }
-            }
+        const bool last = first + step >= k, alone = first == 0 && last;
+        for_each_tile(block.rows, block.panels, [&](int rows, int count, std::int64_t tile, std::int64_t panel) {
+            alignas(64) Sums of_tile[kTileRows][kTilePanels];  // in the nearest cache, where nothing is carried on
+            Sums* sums = alone ? of_tile[0] : &results[tile][panel];
+            const Factor<T>* from[kTileRows];
+            for (int r = 0; r < rows; ++r) from[r] = x.at(tile + r);
+            with_tile(rows, count, [&](auto r, auto p) {
+                multiply<r, p>(sums, kTilePanels, first > 0, from, w.first + panel * w.stride, w.stride, columns);
+            });
+            if (!last) return;
+            const std::int64_t column = (block.first_panel + panel) * kPanelRows;
+            out.write(block.first_row + tile, rows, column, count, sums, kTilePanels);
         });
     };
     std::int64_t first = 0;
     do {
         const std::int64_t columns = std::min(step, k - first);
-        const FactorRows<T, Row> x(block, row, first, columns);
+        const FactorRows<T> x(block, row, first, columns);
         const Panels<W> w = panels(first, columns);
         if constexpr (std::is_same_v<W, Factor<W>>) {
             multiply_columns(first, columns, x, w);
@@ -248,21 +254,32 @@ void multiply_block(
     } while (first < k);
 }
 
+// Compiled in linear.cpp, for all kernels that use it.
+#define HARDPOINT_MULTIPLY_BLOCK(W, T)                                                                    \
+    template void multiply_block<W, T>(                                                                   \
+        const Block&, std::int64_t, std::int64_t, bool, const PanelSource<W>&, const InputRows<T>&, const Output& \
+    )
+extern HARDPOINT_MULTIPLY_BLOCK(float, float);
+extern HARDPOINT_MULTIPLY_BLOCK(float, float16);
+extern HARDPOINT_MULTIPLY_BLOCK(float16, float16);
+extern HARDPOINT_MULTIPLY_BLOCK(bfloat16, bfloat16);
+#if !defined(__AVX512BF16__)
+extern HARDPOINT_MULTIPLY_BLOCK(float, bfloat16);
+#endif
+
 // A weight [N, K] in panels.
 template <typename T>
 struct PlainWeight {
-    using Input = T;
     const T* panels;
-    std::int64_t n, k;
+    std::int64_t k;
     bool alike;  // see multiply_block
 
-    template <typename Row, typename Finish>
-    void multiply(const Block& block, const Row& row, const Finish& finish) const {
+    void multiply(const Block& block, const InputRows<T>& row, const Output& out) const {
         const std::int64_t stride = panel_size<T>(k), step = block.rows > kNarrowRows ? kBlockColumns<Factor<T>> : k;
         const auto give = [&](std::int64_t first, std::int64_t) {
             return Panels<T>{panels + block.first_panel * stride + first * kPanelRows, stride};
         };
-        multiply_block<T>(block, k, step, alike, give, row, finish);
+        multiply_block<T>(block, k, step, alike, PanelSource<T>(give), row, out);
     }
 };
 
@@ -278,12 +295,29 @@ struct Linear {
 
     std::int64_t chunks() const { return Cut(m, n).chunks(); }
     void run(std::int64_t chunk) const {
-        const auto row = [&](std::int64_t i) { return x + i * x_stride; };
-        const auto finish = [&](std::int64_t i, const Sums& sums, std::int64_t column) {
-            store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
-        };
         for_each_block(Cut(m, n), chunk, [&](const Block& block) {
-            PlainWeight<T>{w, n, k, alike != 0}.multiply(block, row, finish);
+            PlainWeight<T>{w, k, alike != 0}.multiply(block, {x, x_stride, {}}, Output::of(out, bias, n));
+        });
+    }
+};
+
+// out [count, N]: sorted rows of x [., K] times their expert's weight, panels one expert after the other. See
+// multiply_block for `alike`.
+template <typename T>
+struct ExpertsLinear {
+    static constexpr char signature[] = "ppppppiiiiiii";
+    const T* x;
+    const T* w;
+    ExpertsOut<T> out;
+    Routed routed;
+    std::int64_t n, k, x_stride, alike;
+
+    std::int64_t chunks() const { return routed.chunks(n, kTilePanels); }
+    void run(std::int64_t chunk) const {
+        const std::int64_t size = num_panels(n) * panel_size<T>(k);
+        routed.for_each_block(chunk, n, kTilePanels, [&](std::int64_t expert, const Block& block) {
+            const PlainWeight<T> weight{w + expert * size, k, alike != 0};
+            weight.multiply(block, {x, x_stride, routed.places()}, out.of(expert, n));
         });
     }
 };

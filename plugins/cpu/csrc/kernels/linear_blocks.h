@@ -127,25 +127,14 @@ struct BlockScales {
 };
 
 // Rounded activations: codes [M, K], scales [M, K / 32], and sums times scale over each group of the weight's columns.
-// For tiles there are the numbers that these mean as well, [M, K]; else null. A block's row i is theirs `place(i)`.
-template <typename T, typename Place>
+// For tiles there are the numbers that these mean as well, [M, K]; else null. A block's row i is theirs `places(i)`.
+template <typename T>
 struct BlockInput {
     const std::int8_t* codes;
     const float* scales;
     const float* sums;
     const T* numbers;
-    Place place;
-};
-
-// The same, and `finish(i, 16 sums, column)`, which takes the results of row i, by pointers: products are compiled once
-// for whatever elements, rows and results there are.
-struct CodeCall {
-    const std::int8_t* codes;
-    const float* scales;
-    const float* sums;
-    const void* of;
-    std::int64_t (*place)(const void* of, std::int64_t i);
-    void (*finish)(const void* of, std::int64_t i, const Sums& sums, std::int64_t column);
+    Places places;
 };
 
 // Some rows of activations: where each begins.
@@ -314,44 +303,44 @@ struct CodeWeight {
     const std::uint8_t* codes;
     BlockScales scales;
 
-    // `finish(i, 16 sums, column)` takes the results of row i. Its bits depend on how many rows there are only where x
-    // has numbers, which tiles multiply in blocks of more rows than vector registers are as fast for.
-    template <typename T, typename Place, typename Finish>
-    void multiply(const Block& block, const BlockInput<T, Place>& x, const Finish& finish) const {
+    // A row's bits depend on how many rows there are only where x has numbers, which tiles multiply in blocks of more rows
+    // than vector registers are as fast for.
+    template <typename T>
+    void multiply(const Block& block, const BlockInput<T>& x, const Output& out) const {
         if constexpr (std::is_same_v<T, bfloat16>) {
-            if (x.numbers && block.rows > kMostCodeRows) return multiply_numbers(block, x, finish);
+            if (x.numbers && block.rows > kMostCodeRows) return multiply_numbers(block, x, out);
         }
-        struct Both {
-            const BlockInput<T, Place>& x;
-            const Finish& finish;
-        } both{x, finish};
-        const auto place = [](const void* of, std::int64_t i) { return static_cast<const Both*>(of)->x.place(i); };
-        const auto give = [](const void* of, std::int64_t i, const Sums& sums, std::int64_t column) {
-            static_cast<const Both*>(of)->finish(i, sums, column);
-        };
-        multiply_rows(block, CodeCall{x.codes, x.scales, x.sums, &both, place, give});
+        multiply_rows(block, {x.codes, x.scales, x.sums, nullptr, x.places}, out);
     }
 
   private:
-    [[gnu::noinline]] void multiply_rows(const Block& block, const CodeCall& call) const {
-        const std::int64_t tiles = ceil_div(block.rows, kCodeRows);
-        for (std::int64_t p = block.first_panel; p < block.first_panel + block.panels; ++p) {
+    using Rounded = BlockInput<void>;  // without numbers: products are compiled once for whatever elements x has
+
+    [[gnu::noinline]] void multiply_rows(const Block& block, const Rounded& x, const Output& out) const {
+        const std::int64_t tiles = ceil_div(block.rows, kCodeRows), first_column = block.first_panel * kPanelRows;
+        alignas(64) Sums results[kCodeRows][kTilePanels];  // of all panels where there is one tile of rows, else of one
+        for (std::int64_t p = 0; p < block.panels; ++p) {
             for (std::int64_t i = 0; i < tiles; ++i) {
                 const std::int64_t first = block.rows * i / tiles, count = block.rows * (i + 1) / tiles - first;
+                Sums* sums = &results[0][tiles == 1 ? p : 0];
                 with_constant<kCodeRows>(count, [&](auto rows) {
                     if (scales.group == kBlockGroup) {
-                        multiply_panel<kBlockGroup, rows>(block.first_row + first, p, call);
+                        multiply_panel<kBlockGroup, rows>(sums, block.first_row + first, block.first_panel + p, x);
                     } else {
-                        multiply_panel<kBlockGroup / 2, rows>(block.first_row + first, p, call);
+                        multiply_panel<kBlockGroup / 2, rows>(sums, block.first_row + first, block.first_panel + p, x);
                     }
                 });
+                if (tiles == 1) continue;
+                out.write(block.first_row + first, count, first_column + p * kPanelRows, 1, sums, kTilePanels);
             }
         }
+        if (tiles == 1) out.write(block.first_row, block.rows, first_column, block.panels, results[0], kTilePanels);
     }
 
     // The weight becomes bfloat16, once for a block of rows.
-    template <typename Place, typename Finish>
-    void multiply_numbers(const Block& block, const BlockInput<bfloat16, Place>& x, const Finish& finish) const {
+    [[gnu::noinline]] void multiply_numbers(
+        const Block& block, const BlockInput<bfloat16>& x, const Output& out
+    ) const {
         const std::int64_t k = scales.k, step = std::min(k, kBlockColumns<bfloat16>), stride = step * kPanelRows;
         bfloat16* wide = scratch<bfloat16>(block.panels * stride);
         const auto give = [&](std::int64_t first, std::int64_t columns) {
@@ -361,31 +350,36 @@ struct CodeWeight {
             }
             return Panels<bfloat16>{wide, stride};
         };
-        const auto row = [&](std::int64_t i) { return x.numbers + x.place(i) * k; };
-        multiply_block<bfloat16>(block, k, step, false, give, row, finish);
+        multiply_block<bfloat16, bfloat16>(
+            block, k, step, false, PanelSource<bfloat16>(give), {x.numbers, k, x.places}, out
+        );
     }
 
     template <int group, int rows>
-    void multiply_panel(std::int64_t first_row, std::int64_t p, const CodeCall& call) const {
+    void multiply_panel(Sums* results, std::int64_t first_row, std::int64_t p, const Rounded& x) const {
         const std::int64_t k = scales.k;
         CodeRows<rows> of_x;
         for (int r = 0; r < rows; ++r) {
-            const std::int64_t row = call.place(call.of, first_row + r);
-            of_x.codes[r] = call.codes + row * k;
-            of_x.scales[r] = call.scales + row * (k / kBlockGroup);
-            of_x.sums[r] = call.sums + row * (k / group);
+            const std::int64_t row = x.places(first_row + r);
+            of_x.codes[r] = x.codes + row * k;
+            of_x.scales[r] = x.scales + row * (k / kBlockGroup);
+            of_x.sums[r] = x.sums + row * (k / group);
         }
         Sums sums[rows];
         constexpr int together = kPartsTogether<rows>;
         for (int j = 0; j < kVectors; j += together) multiply_parts<group, rows, together>(sums, p, j, of_x);
-        for (int r = 0; r < rows; ++r) call.finish(call.of, first_row + r, sums[r], p * kPanelRows);
+        for (int r = 0; r < rows; ++r) {
+            for (int j = 0; j < kVectors; ++j) results[r * kTilePanels].v[j] = sums[r].v[j];
+        }
     }
 
-    // `parts` times kLanes rows of a panel from part `first` on, so that all sums stay in registers.
+    // `parts` times kLanes rows of a panel from `first_part` on, so that all sums stay in registers.
     template <int group, int rows, int parts>
     [[gnu::noinline]] void multiply_parts(
-        Sums (&results)[rows], std::int64_t p, int first, const CodeRows<rows>& x
+        Sums (&results)[rows], std::int64_t p, int first_part, const CodeRows<rows>& x
     ) const {
+        // A constant makes one row 4 % faster; GCC 12 allots registers to more rows worse with it (3 %; Zen 5).
+        const int first = parts == kVectors && rows == 1 ? 0 : first_part;
         constexpr std::int64_t step = group / kStepColumns<largest> * kStepWords<largest> * kWordStride;
         const std::int64_t k = scales.k, groups_in_block = scales.groups_in_block(), groups = k / group;
         const BlockScales::OfPanel of_panel = scales.panel(p);
@@ -441,13 +435,10 @@ struct LinearBlocks {
 
     std::int64_t chunks() const { return Cut(m, n, kCodePanels<largest>).chunks(); }
     void run(std::int64_t chunk) const {
-        const auto finish = [&](std::int64_t i, const Sums& sums, std::int64_t column) {
-            store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
-        };
         const BlockScales scales{inner, outer, inner_minima, outer_minima, k, group, outer_columns, zero, is_signed};
         for_each_block(Cut(m, n, kCodePanels<largest>), chunk, [&](const Block& block) {
-            const BlockInput x{x_codes, x_scales, x_sums, x_numbers, [](std::int64_t i) { return i; }};
-            CodeWeight<largest>{codes, scales}.multiply(block, x, finish);
+            const BlockInput<T> x{x_codes, x_scales, x_sums, x_numbers, {}};
+            CodeWeight<largest>{codes, scales}.multiply(block, x, Output::of(out, bias, n));
         });
     }
 };

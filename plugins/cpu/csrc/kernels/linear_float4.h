@@ -22,14 +22,34 @@ struct LinearFloat4 {
 
     std::int64_t chunks() const { return Cut(m, n, kNibblePanels).chunks(); }
     void run(std::int64_t chunk) const {
-        const auto row = [&](std::int64_t i) { return x + i * x_stride; };
-        const auto finish = [&](std::int64_t i, const Sums& sums, std::int64_t column) {
-            store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
-        };
-        const Nibbles<S, E2M1Codes> w{steps, scales, nullptr, outer, k, group};
+        const NibbleWeight<Nibbles<S, E2M1Codes>> weight{{steps, scales, nullptr, outer, k, group}, alike != 0};
         for_each_block<kNibbleBlock<T>>(Cut(m, n, kNibblePanels), chunk, [&](const Block& block) {
-            NibbleWeight<T, Nibbles<S, E2M1Codes>>{w, n, alike != 0}.multiply(block, row, finish);
+            weight.template multiply<T>(block, {x, x_stride, {}}, Output::of(out, bias, n));
         });
+    }
+};
+
+// The same for experts: see ExpertsLinear.
+template <typename T, typename S>
+struct ExpertsLinearFloat4 {
+    static constexpr char signature[] = "ppppppppiiiiiiii";
+    const T* x;
+    const std::uint8_t* steps;
+    const S* scales;
+    const float* outer;
+    ExpertsOut<T> out;
+    Routed routed;
+    std::int64_t n, k, group, x_stride, alike;
+
+    std::int64_t chunks() const { return routed.chunks(n, kNibblePanels); }
+    void run(std::int64_t chunk) const {
+        using W = Nibbles<S, E2M1Codes>;
+        const std::int64_t padded = num_panels(n) * kPanelRows, size = num_panels(n) * nibble_panel_size(k);
+        const auto of_expert = [&](std::int64_t e) {
+            const float* outers = outer ? outer + e * padded : nullptr;
+            return W{steps + e * size, scales + e * padded * (k / group), nullptr, outers, k, group};
+        };
+        multiply_experts(chunk, routed, x, x_stride, n, alike != 0, of_expert, out);
     }
 };
 
@@ -54,6 +74,10 @@ template <typename T>
 using LinearMxfp4 = LinearFloat4<T, e8m0>;
 template <typename T>
 using LinearNvfp4 = LinearFloat4<T, e4m3>;
+template <typename T>
+using ExpertsLinearMxfp4 = ExpertsLinearFloat4<T, e8m0>;
+template <typename T>
+using ExpertsLinearNvfp4 = ExpertsLinearFloat4<T, e4m3>;
 template <typename T>
 using UnpackMxfp4 = UnpackFloat4<T, e8m0>;
 template <typename T>

@@ -6,6 +6,7 @@ namespace hardpoint::HARDPOINT_LEVEL {
 
 static constexpr Kernel kernels[] = {
     EACH_PAIR("linear_int4", LinearInt4),
+    EACH_PAIR("experts_linear_int4", ExpertsLinearInt4),
     EACH_PAIR("unpack_int4", UnpackInt4),
     kernel<PackInt4>("pack_int4"),
 };

@@ -23,13 +23,33 @@ struct LinearInt4 {
 
     std::int64_t chunks() const { return Cut(m, n, kNibblePanels).chunks(); }
     void run(std::int64_t chunk) const {
-        const auto row = [&](std::int64_t i) { return x + i * x_stride; };
-        const auto finish = [&](std::int64_t i, const Sums& sums, std::int64_t column) {
-            store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
-        };
+        const NibbleWeight<Nibbles<S, Int4Codes>> weight{{steps, scales, zeros, nullptr, k, group}, alike != 0};
         for_each_block<kNibbleBlock<T>>(Cut(m, n, kNibblePanels), chunk, [&](const Block& block) {
-            NibbleWeight<T, Nibbles<S, Int4Codes>>{{steps, scales, zeros, nullptr, k, group}, n, alike != 0}.multiply(block, row, finish);
+            weight.template multiply<T>(block, {x, x_stride, {}}, Output::of(out, bias, n));
         });
+    }
+};
+
+// The same for experts: see ExpertsLinear.
+template <typename T, typename S>
+struct ExpertsLinearInt4 {
+    static constexpr char signature[] = "ppppppppiiiiiiii";
+    const T* x;
+    const std::uint8_t* steps;
+    const S* scales;
+    const std::uint8_t* zeros;
+    ExpertsOut<T> out;
+    Routed routed;
+    std::int64_t n, k, group, x_stride, alike;
+
+    std::int64_t chunks() const { return routed.chunks(n, kNibblePanels); }
+    void run(std::int64_t chunk) const {
+        using W = Nibbles<S, Int4Codes>;
+        const std::int64_t size = num_panels(n) * nibble_panel_size(k), groups = num_panels(n) * (k / group) * kPanelRows;
+        const auto of_expert = [&](std::int64_t e) {
+            return W{steps + e * size, scales + e * groups, zeros ? zeros + e * groups : nullptr, nullptr, k, group};
+        };
+        multiply_experts(chunk, routed, x, x_stride, n, alike != 0, of_expert, out);
     }
 };
 

@@ -6,6 +6,7 @@ namespace hardpoint::HARDPOINT_LEVEL {
 
 static constexpr Kernel kernels[] = {
     EACH_FLOAT("linear_int8", LinearInt8),
+    EACH_FLOAT("experts_linear_int8", ExpertsLinearInt8),
     EACH_FLOAT("linear_int8_weight", LinearInt8Weight),
     EACH_FLOAT("unpack_int8", UnpackInt8),
     kernel<PackInt8>("pack_int8"),

@@ -67,12 +67,16 @@ inline Words offset_bytes(const std::int8_t* x, int count, Words offset) {
     return (Words{} + four) ^ offset;
 }
 
+// sums [rows, panels] = x[r] times panel p, of bytes plus 128 by bytes.
 template <int rows, int panels>
-inline void multiply(
-    IntSums (&sums)[rows][panels], const std::int8_t* const (&x)[rows], const std::int8_t* w, std::int64_t panel_stride,
-    std::int64_t k
+[[gnu::noinline]] void multiply(
+    IntSums* sums, const std::int8_t* const* x, const std::int8_t* w, std::int64_t panel_stride, std::int64_t k
 ) {
-    Ints acc[rows][panels][kVectors] = {};
+    Ints acc[rows][panels][kVectors];
+    // One by one: GCC clears an array, and fills sums from it, by instructions that take long to start.
+    unrolled<rows * panels * kVectors>([&](auto i) __attribute__((always_inline)) {
+        acc[i / (panels * kVectors)][i / kVectors % panels][i % kVectors] = Ints{};
+    });
     Words offset = Words{} + 0x80808080u;
 #if defined(__AVX512VNNI__)
     // Unknown to the compiler, which would add it to one number and then spend one port on spreading.
@@ -94,41 +98,48 @@ inline void multiply(
     };
     for (std::int64_t g = 0; g < k / kBytesInGroup; ++g) add(g, kBytesInGroup);
     if (k % kBytesInGroup) add(k / kBytesInGroup, k % kBytesInGroup);
-    std::memcpy(&sums, &acc, sizeof(acc));
+    unrolled<rows * panels * kVectors>([&](auto i) __attribute__((always_inline)) {
+        sums[i / kVectors].v[i % kVectors] = acc[i / (panels * kVectors)][i / kVectors % panels][i % kVectors];
+    });
 }
 
 // A weight as PackInt8 leaves it, with its scales float32 [N] and the sums of its rows int32 [N], both padded to whole
 // panels; for activations that were rounded by quantize_row.
 struct ByteWeight {
-    using Input = std::int8_t;
     const std::int8_t* panels;
     const float* scales;
     const std::int32_t* row_sums;
-    std::int64_t n, k;
+    std::int64_t k;
 
-    // `scale(i)` is that of row i of x.
-    template <typename Row, typename ScaleOf, typename Finish>
-    void multiply(const Block& block, const Row& row, const ScaleOf& scale, const Finish& finish) const {
+    // `x_scales` are those of the rows of x.
+    [[gnu::noinline]] void multiply(
+        const Block& block, const InputRows<std::int8_t>& row, const float* x_scales, const Output& out
+    ) const {
         const std::int64_t stride = byte_panel_size(k);
         if constexpr (kTiled<std::int8_t>) {
-            if (by_tiles(block)) return multiply_signed(block, row, scale, finish);
+            if (by_tiles(block)) return multiply_signed(block, row, x_scales, out);
         }
-        for_each_tile<kByteTileRows>(block.rows, block.panels, [&](auto rows, auto count, std::int64_t tile, std::int64_t panel) {
-            IntSums sums[rows][count];
-            const std::int64_t first = block.first_panel + panel;
-            const std::int8_t* x[rows];
-            for (int r = 0; r < rows; ++r) x[r] = row(block.first_row + tile + r);
-            hardpoint::HARDPOINT_LEVEL::multiply<rows, count>(sums, x, panels + first * stride, stride, k);
+        for_each_tile<kByteTileRows>(block.rows, block.panels, [&](int rows, int count, std::int64_t tile, std::int64_t panel) {
+            alignas(64) IntSums sums[kByteTileRows * kTilePanels];
+            alignas(64) Sums results[kByteTileRows * kTilePanels];
+            const std::int64_t first = block.first_panel + panel, first_row = block.first_row + tile;
+            const std::int8_t* x[kByteTileRows];
+            for (int r = 0; r < rows; ++r) x[r] = row(first_row + r);
+            with_tile<kByteTileRows>(rows, count, [&](auto r, auto p) {
+                hardpoint::HARDPOINT_LEVEL::multiply<r, p>(sums, x, panels + first * stride, stride, k);
+            });
             for (int r = 0; r < rows; ++r) {
-                const std::int64_t i = block.first_row + tile + r;
+                const float x_scale = x_scales[row.places(first_row + r)];
                 for (int p = 0; p < count; ++p) {
                     const std::int64_t column = (first + p) * kPanelRows;
+                    IntSums& exact = sums[r * count + p];
                     for (int j = 0; j < kVectors; ++j) {
-                        sums[r][p].v[j] -= load_raw<Ints>(row_sums + column + j * kLanes) * kOffset;
+                        exact.v[j] -= load_raw<Ints>(row_sums + column + j * kLanes) * kOffset;
                     }
-                    finish(i, scaled(sums[r][p], column, scale(i)), column);
+                    results[r * count + p] = scaled(exact, column, x_scale);
                 }
             }
+            out.write(first_row, rows, first * kPanelRows, count, results, count);
         });
     }
 
@@ -143,16 +154,19 @@ struct ByteWeight {
     }
 
     // Tiles multiply signed numbers: there is no offset to take off.
-    template <typename Row, typename ScaleOf, typename Finish>
-    void multiply_signed(const Block& block, const Row& row, const ScaleOf& scale, const Finish& finish) const {
+    void multiply_signed(
+        const Block& block, const InputRows<std::int8_t>& row, const float* x_scales, const Output& out
+    ) const {
         alignas(64) IntSums sums[kBlockRows][kTilePanels];
-        const std::int64_t stride = byte_panel_size(k);
+        const std::int64_t stride = byte_panel_size(k), first_column = block.first_panel * kPanelRows;
         multiply_by_tiles(block, row, 0, k, panels + block.first_panel * stride, stride, false, sums);
         for (std::int64_t i = 0; i < block.rows; ++i) {
+            alignas(64) Sums results[kTilePanels];
+            const float x_scale = x_scales[row.places(block.first_row + i)];
             for (std::int64_t p = 0; p < block.panels; ++p) {
-                const std::int64_t column = (block.first_panel + p) * kPanelRows;
-                finish(block.first_row + i, scaled(sums[i][p], column, scale(block.first_row + i)), column);
+                results[p] = scaled(sums[i][p], first_column + p * kPanelRows, x_scale);
             }
+            out.write(block.first_row + i, 1, first_column, block.panels, results, kTilePanels);
         }
     }
 };
@@ -172,13 +186,31 @@ struct LinearInt8 {
 
     std::int64_t chunks() const { return Cut(m, n, kBytePanels).chunks(); }
     void run(std::int64_t chunk) const {
-        const auto row = [&](std::int64_t i) { return codes + i * k; };
-        const auto scale = [&](std::int64_t i) { return x_scales[i]; };
-        const auto finish = [&](std::int64_t i, const Sums& sums, std::int64_t column) {
-            store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
-        };
         for_each_block(Cut(m, n, kBytePanels), chunk, [&](const Block& block) {
-            ByteWeight{w, w_scales, row_sums, n, k}.multiply(block, row, scale, finish);
+            ByteWeight{w, w_scales, row_sums, k}.multiply(block, {codes, k, {}}, x_scales, Output::of(out, bias, n));
+        });
+    }
+};
+
+// The same for experts: see ExpertsLinear.
+template <typename T>
+struct ExpertsLinearInt8 {
+    static constexpr char signature[] = "pppppppppiiiii";
+    const std::int8_t* codes;
+    const float* x_scales;
+    const std::int8_t* w;
+    const float* w_scales;
+    const std::int32_t* row_sums;
+    ExpertsOut<T> out;
+    Routed routed;
+    std::int64_t n, k;
+
+    std::int64_t chunks() const { return routed.chunks(n, kBytePanels); }
+    void run(std::int64_t chunk) const {
+        const std::int64_t padded = num_panels(n) * kPanelRows, size = num_panels(n) * byte_panel_size(k);
+        routed.for_each_block(chunk, n, kBytePanels, [&](std::int64_t expert, const Block& block) {
+            const ByteWeight weight{w + expert * size, w_scales + expert * padded, row_sums + expert * padded, k};
+            weight.multiply(block, {codes, k, routed.places()}, x_scales, out.of(expert, n));
         });
     }
 };
@@ -204,7 +236,7 @@ struct PackInt8 {
 
 // Columns [first, first + columns) of one panel as numbers of T, in T's panel layout; `first` begins a group.
 template <typename T>
-inline void widen_bytes(const std::int8_t* panel, std::int64_t first, std::int64_t columns, T* to) {
+[[gnu::noinline]] void widen_bytes(const std::int8_t* panel, std::int64_t first, std::int64_t columns, T* to) {
     const std::int8_t* from = panel + first * kPanelRows;
     for (std::int64_t c = 0; c < columns; c += kBytesInGroup) {
         fetch(from + c * kPanelRows);
@@ -243,7 +275,7 @@ constexpr std::int64_t kFewRows = 32, kFewColumns = 128;
 // Each x[r] times `groups` groups of a panel's columns.
 template <int rows>
 inline void multiply_as_floats(
-    Sums (&sums)[rows], const float* const (&x)[rows], const std::int8_t* panel, std::int64_t groups
+    Sums (&sums)[rows], const float* const* x, const std::int8_t* panel, std::int64_t groups
 ) {
     // A vector has a group of columns of each of some rows of the panel. A sum waits for its last product, so one row
     // of x has two for each.
@@ -279,21 +311,22 @@ inline void multiply_as_floats(
 
 // A weight as PackInt8 leaves it, for activations as they are. int8 elements are exact in every T, so they are widened,
 // multiplied as plain numbers, and scaled in the end.
-template <typename T>
 struct WideByteWeight {
-    using Input = T;
     const std::int8_t* panels;
-    const float* scales;
-    std::int64_t n, k;
+    std::int64_t k;
     bool alike;  // see multiply_block
 
-    template <typename Row, typename Finish>
-    void multiply(const Block& block, const Row& row, const Finish& finish) const {
+    // `out` has the weight's scales.
+    template <typename T>
+    void multiply(const Block& block, const InputRows<T>& row, const Output& out) const {
         if constexpr (kByteRows > 0) {
             if (block.rows <= kByteRows && !alike) {
-                return with_constant<kByteRows>(block.rows, [&](auto rows) {
-                    multiply_few<decltype(rows)::value>(block, row, finish);
-                });
+                const std::int64_t padded = ceil_div(k, kBytesInGroup) * kBytesInGroup;
+                float* wide = scratch<float>(block.rows * padded);
+                for (std::int64_t r = 0; r < block.rows; ++r) {
+                    widen_row(row(block.first_row + r), wide + r * padded, padded);
+                }
+                return multiply_few(block, wide, out);
             }
         }
         const std::int64_t step = std::min(k, block.rows <= kFewRows ? kFewColumns : kBlockColumns<Made<T>>),
@@ -305,42 +338,33 @@ struct WideByteWeight {
             }
             return Panels<Made<T>>{wide, stride};
         };
-        multiply_block<Made<T>>(block, k, step, alike, give, row, [&](std::int64_t i, Sums sums, std::int64_t column) {
-            finish(i, scaled(sums, column), column);
-        });
+        multiply_block<Made<T>>(block, k, step, alike, PanelSource<Made<T>>(give), row, out);
     }
 
   private:
-    template <int rows, typename Row, typename Finish>
-    void multiply_few(const Block& block, const Row& row, const Finish& finish) const {
+    // `wide` [rows, K rounded up to whole groups].
+    [[gnu::noinline]] void multiply_few(const Block& block, const float* wide, const Output& out) const {
         const std::int64_t groups = ceil_div(k, kBytesInGroup);
-        float* wide = scratch<float>(rows * groups * kBytesInGroup);
-        const float* x[rows];
-        for (int r = 0; r < rows; ++r) {
-            float* to = wide + r * groups * kBytesInGroup;
-            widen_row(row(block.first_row + r), to, groups * kBytesInGroup);
-            x[r] = to;
-        }
-        for (std::int64_t p = block.first_panel; p < block.first_panel + block.panels; ++p) {
-            Sums sums[rows];
-            multiply_as_floats<rows>(sums, x, panels + p * byte_panel_size(k), groups);
-            for (int r = 0; r < rows; ++r) {
-                finish(block.first_row + r, scaled(sums[r], p * kPanelRows), p * kPanelRows);
+        const float* x[std::max(kByteRows, 1)];
+        for (std::int64_t r = 0; r < block.rows; ++r) x[r] = wide + r * groups * kBytesInGroup;
+        with_constant<std::max(kByteRows, 1)>(block.rows, [&](auto rows) {
+            alignas(64) Sums results[rows * kTilePanels];
+            for (std::int64_t p = 0; p < block.panels; ++p) {
+                Sums sums[rows];
+                multiply_as_floats<rows>(sums, x, panels + (block.first_panel + p) * byte_panel_size(k), groups);
+                for (int r = 0; r < rows; ++r) results[r * kTilePanels + p] = sums[r];
             }
-        }
+            out.write(block.first_row, rows, block.first_panel * kPanelRows, block.panels, results, kTilePanels);
+        });
     }
 
     // K numbers as floats, zeros behind them.
+    template <typename T>
     void widen_row(const T* from, float* to, std::int64_t padded) const {
         std::int64_t i = 0;
         for (; i + kLanes <= k; i += kLanes) store(to + i, load(from + i));
         for (; i < k; ++i) to[i] = to_float(from[i]);
         for (; i < padded; ++i) to[i] = 0.0f;
-    }
-
-    Sums scaled(Sums sums, std::int64_t column) const {
-        for (int j = 0; j < kVectors; ++j) sums.v[j] *= load(scales + column + j * kLanes);
-        return sums;
     }
 };
 
@@ -357,12 +381,8 @@ struct LinearInt8Weight {
 
     std::int64_t chunks() const { return Cut(m, n, kBytePanels).chunks(); }
     void run(std::int64_t chunk) const {
-        const auto row = [&](std::int64_t i) { return x + i * x_stride; };
-        const auto finish = [&](std::int64_t i, const Sums& sums, std::int64_t column) {
-            store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
-        };
         for_each_block(Cut(m, n, kBytePanels), chunk, [&](const Block& block) {
-            WideByteWeight<T>{w, w_scales, n, k, alike != 0}.multiply(block, row, finish);
+            WideByteWeight{w, k, alike != 0}.multiply<T>(block, {x, x_stride, {}}, Output::of(out, bias, n, w_scales));
         });
     }
 };

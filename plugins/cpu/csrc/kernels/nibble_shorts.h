@@ -130,10 +130,14 @@ struct ShortWeight {
     using Codes = typename W::Codes;
     const W& w;
 
-    template <typename Row, typename Finish>
-    void multiply(const Block& block, const Row& row, const Finish& finish) const {
+    template <typename T>
+    void multiply(const Block& block, const InputRows<T>& row, const Output& out) const {
         ShortRows x(block.rows, w.k, w.group);
         for (std::int64_t i = 0; i < block.rows; ++i) x.round(i, row(block.first_row + i));
+        multiply_rounded(block, x, out);
+    }
+
+    [[gnu::noinline]] void multiply_rounded(const Block& block, const ShortRows& x, const Output& out) const {
         const std::int64_t tiles = ceil_div(block.rows, kShortRows);
         for (std::int64_t p = block.first_panel; p < block.first_panel + block.panels; ++p) {
             for (std::int64_t i = 0; i < tiles; ++i) {
@@ -141,7 +145,7 @@ struct ShortWeight {
                 with_constant<kShortRows>(count, [&](auto rows) {
                     Sums sums[rows];
                     for (int j = 0; j < kVectors; ++j) multiply_part<rows>(sums, first, p, j, x);
-                    for (int r = 0; r < rows; ++r) finish(block.first_row + first + r, sums[r], p * kPanelRows);
+                    out.write(block.first_row + first, rows, p * kPanelRows, 1, sums, 1);
                 });
             }
         }

@@ -66,7 +66,7 @@ inline int nibble(const std::uint8_t* panel, int row, std::int64_t column) {
 
 // Columns [first, first + columns) of one panel as numbers of T, in T's panel layout; whole steps.
 template <typename T, typename S, typename Codes>
-void widen_nibbles(const Nibbles<S, Codes>& w, std::int64_t p, std::int64_t first, std::int64_t columns, T* to) {
+[[gnu::noinline]] void widen_nibbles(const Nibbles<S, Codes>& w, std::int64_t p, std::int64_t first, std::int64_t columns, T* to) {
     const std::uint8_t* panel = w.panel(p);
     for (std::int64_t c = first; c < first + columns; c += kNibbleColumns) {
         const NibbleGroup<S> group = w.of_group(p, c / w.group);
@@ -185,32 +185,24 @@ inline void multiply_steps(
 #endif
 
 // A weight [N, K] of nibbles; see LinearInt4 for `alike`.
-template <typename T, typename W>
+template <typename W>
 struct NibbleWeight {
-    using Input = T;
     W w;
-    std::int64_t n;
     bool alike;
 
-    template <typename Row, typename Finish>
-    void multiply(const Block& block, const Row& row, const Finish& finish) const {
+    template <typename T>
+    void multiply(const Block& block, const InputRows<T>& row, const Output& out) const {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-        if constexpr (kByShorts<T>) return ShortWeight<W>{w}.multiply(block, row, finish);
+        if constexpr (kByShorts<T>) return ShortWeight<W>{w}.multiply(block, row, out);
 #endif
-        multiply_floats(block, row, finish);
-    }
-
-  private:
-    template <typename Row, typename Finish>
-    void multiply_floats(const Block& block, const Row& row, const Finish& finish) const {
         if (block.rows <= kMostNibbleRows && !alike) {
             const std::int64_t tiles = ceil_div(block.rows, kNibbleRows);
             for (std::int64_t i = 0; i < tiles; ++i) {
                 const std::int64_t first = block.rows * i / tiles, count = block.rows * (i + 1) / tiles - first;
-                const Block tile{block.first_row + first, count, block.first_panel, block.panels};
-                with_constant<kNibbleRows>(count, [&](auto rows) {
-                    multiply_few<decltype(rows)::value>(tile, row, finish);
-                });
+                const T* x[kNibbleRows];
+                for (int r = 0; r < count; ++r) x[r] = row(block.first_row + first + r);
+                const Inputs<NibbleInput<T>> inputs = prepared(x, count);
+                multiply_few({block.first_row + first, count, block.first_panel, block.panels}, inputs, out);
             }
             return;
         }
@@ -222,36 +214,36 @@ struct NibbleWeight {
             }
             return Panels<Made<T>>{wide, stride};
         };
-        multiply_block<Made<T>>(block, w.k, step, alike, give, row, finish);
+        multiply_block<Made<T>>(block, w.k, step, alike, PanelSource<Made<T>>(give), row, out);
     }
 
+  private:
     using Codes = typename W::Codes;
-    using X = NibbleInput<T>;
 
-    // Beside the rows of x, as they are multiplied, `x_sums` has the sums of each over each group of columns, [rows,
+    // Beside some rows of x, as they are multiplied, `x_sums` has the sums of each over each group of columns, [rows,
     // groups]; null where no zero points want them.
-    template <int rows>
+    template <typename X>
     struct Inputs {
-        const X* x[rows];
+        const X* x[kNibbleRows];
         const float* x_sums;
     };
 
-    template <int rows, typename Row, typename Finish>
-    void multiply_few(const Block& block, const Row& row, const Finish& finish) const {
-        const T* x[rows];
-        for (int r = 0; r < rows; ++r) x[r] = row(block.first_row + r);
-        const Inputs<rows> inputs = prepared(x);
-        for (std::int64_t p = block.first_panel; p < block.first_panel + block.panels; ++p) {
-            multiply_panel<rows>(block.first_row, p, inputs, finish);
-        }
+    template <typename X>
+    [[gnu::noinline]] void multiply_few(const Block& block, const Inputs<X>& inputs, const Output& out) const {
+        with_constant<kNibbleRows>(block.rows, [&](auto rows) {
+            alignas(64) Sums results[rows * kTilePanels];
+            for (std::int64_t p = 0; p < block.panels; ++p) {
+                Sums sums[rows];
+                multiply_panel<rows>(sums, block.first_panel + p, inputs);
+                for (int r = 0; r < rows; ++r) results[r * kTilePanels + p] = sums[r];
+            }
+            out.write(block.first_row, rows, block.first_panel * kPanelRows, block.panels, results, kTilePanels);
+        });
     }
 
-    template <int rows, typename Finish>
-    void multiply_panel(
-        std::int64_t first_row, std::int64_t panel, const Inputs<rows>& inputs, const Finish& finish
-    ) const {
+    template <int rows, typename X>
+    void multiply_panel(Sums (&sums)[rows], std::int64_t panel, const Inputs<X>& inputs) const {
         const std::int64_t groups = w.k / w.group, steps = w.group / kNibbleColumns;
-        Sums sums[rows];
         for (int r = 0; r < rows; ++r) sums[r] = Sums{};
         for (std::int64_t g = 0; g < groups; ++g) {
             const X* from[rows];
@@ -270,16 +262,15 @@ struct NibbleWeight {
         }
         for (int r = 0; r < rows; ++r) {
             for (int j = 0; w.outer && j < kVectors; ++j) sums[r].v[j] *= load(w.outer + panel * kPanelRows + j * kLanes);
-            finish(first_row + r, sums[r], panel * kPanelRows);
         }
     }
 
-    template <int rows>
-    Inputs<rows> prepared(const T* const (&x)[rows]) const {
-        constexpr bool same = std::is_same_v<T, X>;
+    template <typename T>
+    Inputs<NibbleInput<T>> prepared(const T* const* x, std::int64_t rows) const {
+        constexpr bool same = std::is_same_v<T, NibbleInput<T>>;
         const std::int64_t groups = w.zeros ? w.k / w.group : 0, copied = same ? 0 : w.k;
         float* memory = groups || copied ? scratch<float>(rows * (groups + copied)) : nullptr;
-        Inputs<rows> inputs{{}, groups ? memory : nullptr};
+        Inputs<NibbleInput<T>> inputs{{}, groups ? memory : nullptr};
         for (int r = 0; r < rows; ++r) {
             for (std::int64_t g = 0; g < groups; ++g) memory[r * groups + g] = sum_of(x[r] + g * w.group, w.group);
             if constexpr (same) {
@@ -295,6 +286,7 @@ struct NibbleWeight {
         return inputs;
     }
 
+    template <typename T>
     static float sum_of(const T* x, std::int64_t count) {
         Floats sums = {};
         std::int64_t i = 0;
@@ -304,6 +296,18 @@ struct NibbleWeight {
         return sum(sums) + rest;
     }
 };
+
+// The products of experts' weights for one chunk. `of_expert(e)` is the weight of expert e.
+template <typename T, typename OfExpert>
+inline void multiply_experts(
+    std::int64_t chunk, const Routed& routed, const T* x, std::int64_t x_stride, std::int64_t n, bool alike,
+    const OfExpert& of_expert, const ExpertsOut<T>& out
+) {
+    routed.for_each_block<kNibbleBlock<T>>(chunk, n, kNibblePanels, [&](std::int64_t expert, const Block& block) {
+        const NibbleWeight<std::invoke_result_t<OfExpert, std::int64_t>> weight{of_expert(expert), alike};
+        weight.template multiply<T>(block, {x, x_stride, routed.places()}, out.of(expert, n));
+    });
+}
 
 // A chunk of out [count, K]: rows `ids` (int64; all in order where it is null) of `w` as numbers.
 template <typename T, typename S, typename Codes>

@@ -118,8 +118,8 @@ inline void with_constant(std::int64_t n, F&& f) {
     f(std::integral_constant<int, most>{});
 }
 
-// Call tile(rows, panels, first row, first panel) with constants for all of a block, rows as evenly as can be. The next
-// panels are taken when all rows have met the last ones, which stay in the nearest cache.
+// Call tile(rows, panels, first row, first panel) for all of a block, rows as evenly as can be. The next panels are taken
+// when all rows have met the last ones, which stay in the nearest cache.
 template <int most_rows = kTileRows, typename Tile>
 inline void for_each_tile(std::int64_t rows, std::int64_t panels, Tile&& tile) {
     const std::int64_t tiles = ceil_div(rows, most_rows);
@@ -129,26 +129,95 @@ inline void for_each_tile(std::int64_t rows, std::int64_t panels, Tile&& tile) {
     for (std::int64_t panel = 0; panel < panels; panel += together) {
         for (std::int64_t i = 0; i < tiles; ++i) {
             const std::int64_t first = rows * i / tiles, count = rows * (i + 1) / tiles - first;
-            with_constant<most_rows>(count, [&](auto r) {
-                constexpr int most = std::clamp(kTileResults / r, 1, kTilePanels);
-                with_constant<most>(std::min(together, panels - panel), [&](auto p) { tile(r, p, first, panel); });
-            });
+            tile(count, std::min(together, panels - panel), first, panel);
         }
     }
 }
 
-// Write 16 results of one row, less those of padding, with the bias added.
-template <typename T>
-inline void store_results(T* out, Sums sums, const T* bias, std::int64_t columns) {
-    if (columns >= kPanelRows) {
-        for (int j = 0; j < kVectors; ++j) {
-            store(out + j * kLanes, bias ? sums.v[j] + load(bias + j * kLanes) : sums.v[j]);
-        }
-        return;
-    }
-    for (int i = 0; i < columns; ++i) {
-        out[i] = round_to<T>(sums.v[i / kLanes][i % kLanes] + (bias ? to_float(bias[i]) : 0.0f));
-    }
+// Call f(rows, panels) with the numbers of a tile of for_each_tile as constants.
+template <int most_rows = kTileRows, typename F>
+inline void with_tile(std::int64_t rows, std::int64_t panels, F&& f) {
+    with_constant<most_rows>(rows, [&](auto r) {
+        constexpr int most = std::clamp(kTileResults / r, 1, kTilePanels);
+        with_constant<most>(panels, [&](auto p) { f(r, p); });
+    });
 }
+
+// Which row of x a block's row i is: itself, or with `top_k` that of the token at place i of an order (see experts.h).
+struct Places {
+    const std::int32_t* order = nullptr;
+    std::int64_t top_k = 0;
+
+    std::int64_t operator()(std::int64_t i) const { return top_k ? order[i] / top_k : i; }
+};
+
+// Rows of x for a block, `stride` elements from one to the next.
+template <typename T>
+struct InputRows {
+    const T* x;
+    std::int64_t stride;
+    Places places;
+
+    const T* operator()(std::int64_t i) const { return x + places(i) * stride; }
+};
+
+// out [M, N], to which a kernel's results go, times `scales` [panels, 16] or null, plus the bias [N] or null. The elements
+// of out and bias are known to `write_tile` alone, so that products are compiled once for all of them.
+struct Output {
+    void (*write_tile)(
+        const Output& to, std::int64_t row, std::int64_t rows, std::int64_t column, std::int64_t panels,
+        const Sums* sums, std::int64_t stride
+    );
+    void* out;
+    const void* bias;
+    std::int64_t n;
+    const float* scales = nullptr;
+
+    template <typename T>
+    static Output of(T* out, const T* bias, std::int64_t n, const float* scales = nullptr) {
+        return {&write_elements<T>, out, bias, n, scales};
+    }
+
+    // Results of `rows` rows from `row` on by `panels` panels from `column` on; sums lie `stride` apart from row to row.
+    void write(
+        std::int64_t row, std::int64_t rows, std::int64_t column, std::int64_t panels, const Sums* sums,
+        std::int64_t stride
+    ) const {
+        write_tile(*this, row, rows, column, panels, sums, stride);
+    }
+
+  private:
+    template <typename T>
+    static void write_elements(
+        const Output& to, std::int64_t row, std::int64_t rows, std::int64_t column, std::int64_t panels,
+        const Sums* sums, std::int64_t stride
+    ) {
+        T* out = static_cast<T*>(to.out) + row * to.n + column;
+        const T* bias = to.bias ? static_cast<const T*>(to.bias) + column : nullptr;
+        const float* scales = to.scales ? to.scales + column : nullptr;
+        for (std::int64_t r = 0; r < rows; ++r, out += to.n, sums += stride) {
+            for (std::int64_t p = 0; p < panels; ++p) {
+                const std::int64_t first = p * kPanelRows, columns = to.n - column - first;
+                // Vector by vector: GCC copies a whole Sums by parts, which are slow to read as vectors again.
+                const auto results = [&](int j) __attribute__((always_inline)) {
+                    const Floats v = sums[p].v[j];
+                    return scales ? v * load(scales + first + j * kLanes) : v;
+                };
+                if (columns >= kPanelRows) {
+                    for (int j = 0; j < kVectors; ++j) {
+                        const Floats v = results(j);
+                        store(out + first + j * kLanes, bias ? v + load(bias + first + j * kLanes) : v);
+                    }
+                    continue;
+                }
+                float all[kPanelRows];  // those of padding included
+                for (int j = 0; j < kVectors; ++j) store(all + j * kLanes, results(j));
+                for (int i = 0; i < columns; ++i) {
+                    out[first + i] = round_to<T>(all[i] + (bias ? to_float(bias[first + i]) : 0.0f));
+                }
+            }
+        }
+    }
+};
 
 }  // namespace hardpoint::HARDPOINT_LEVEL
