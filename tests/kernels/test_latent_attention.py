@@ -19,6 +19,7 @@ from hardpoint.conformance.site import Site
 from hardpoint.kernels.attention_tuning import DecodeTuning, PrefillTuning, Tables, Tiles
 from hardpoint.kernels.latent_attention import (
     TritonBatchInvariantLatentAttention,
+    TritonBatchInvariantQuantizedLatentAttention,
     TritonLatentAttention,
     TritonQuantizedLatentAttention,
 )
@@ -105,12 +106,25 @@ def test_a_query_by_itself(name: str) -> None:
     assert errors(spec, Apart, MIXED).max() < TOLERANCE[spec.dtype]
 
 
+class ApartQuantized(TritonBatchInvariantQuantizedLatentAttention):
+    tables = FEW
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_a_query_by_itself_over_8_bits(kv_dtype: str) -> None:
+    spec = replace(SPECS["odd sizes"], kv_dtype=kv_dtype)
+    ours = run_latent_backend(ApartQuantized, spec, MIXED).double()
+    reference = run_latent_backend(QuantizedLatentAttention, spec, MIXED).double()
+    assert ((ours - reference).norm(dim=-1) / reference.norm(dim=-1)).max() < TOLERANCE[spec.dtype]
+
+
 def test_bits_do_not_depend_on_the_batch() -> None:
     """By the kit's check, which finds a backend that splits decodes."""
     claims = [{"feature": ["index_lists", "batch_invariant"]}]
-    found = findings(Apart, claims, ("batch-invariant",), every=30)
-    assert found["passed"]
-    assert not found["failed"]
+    for kind, kv_dtypes in ((Apart, ("float32", "float16", "bfloat16")), (ApartQuantized, ("float8_e4m3fn", "int8"))):
+        found = findings(kind, claims, ("batch-invariant", "values"), every=30, kv_dtypes=kv_dtypes)
+        assert found["passed"]
+        assert not found["failed"]
     assert findings(Latent, claims[:1], ("batch-invariant",), every=25)["failed"]
 
 

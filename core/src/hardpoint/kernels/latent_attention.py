@@ -264,6 +264,12 @@ class TritonBatchInvariantLatentAttention(TritonLatentAttention):
     apart: ClassVar[bool] = True
 
 
+class TritonBatchInvariantQuantizedLatentAttention(TritonBatchInvariantLatentAttention):
+    """The same over latents of 8 bits with a scale each."""
+
+    layout: ClassVar[CacheLayout] = ScaledLayout()
+
+
 def latent_tables(ctx: BuildContext) -> Tables:
     """The tables for the context's device. Raises ConfigError for a file that is not right."""
     return Tables(
