@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Client
 
 import pytest
 
 from hardpoint.engine.execution.ranks.launch import Launch
+from hardpoint.engine.execution.ranks.torchrun_executor import _accepted
 from hardpoint.parallel.process_group import LOOPBACK, tcp_store
 from hardpoint.parallel.topology import Coordinates, Topology
 from hardpoint_plugin_api import EngineDeadError
@@ -42,3 +47,17 @@ def test_an_attempt_that_ended_before_all_had_come(launches: list[Launch]) -> No
         launches[1].join_attempt(0.1)
     with ThreadPoolExecutor(3) as pool:
         assert len({future.result(30) for future in [pool.submit(each.join_attempt, 20) for each in launches]}) == 1
+
+
+def test_commands_leave_at_once(launches: list[Launch]) -> None:
+    """TCP holds no step back until the one before is acknowledged."""
+    with ThreadPoolExecutor(2) as pool:
+        accepting = pool.submit(_accepted, launches[0], launches[0].store("own"), None, 20.0)
+        store = launches[1].store("own")
+        for rank in (1, 2):
+            link = json.loads(store.get("link/0"))
+            with Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"])) as connection:
+                connection.send(rank)
+        for peer in accepting.result(30):
+            with peer.connection, socket.socket(fileno=os.dup(peer.connection.fileno())) as same:
+                assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

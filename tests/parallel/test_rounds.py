@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -158,6 +160,16 @@ def test_the_replicas_that_do_not_come_are_named(tmp_path: Path) -> None:
         met_at_store(0, 3, served, LOOPBACK, 0.2, on_one_host=True)
     with pytest.raises(EngineDeadError, match=r"replica 0, with which .* did not come within 0\.2 seconds"):
         met_at_store(2, 3, served, LOOPBACK, 0.2, on_one_host=True)
+
+
+def test_messages_leave_at_once(tmp_path: Path) -> None:
+    """TCP holds none back until the one before is acknowledged; a socket of this host does so never."""
+    replicas = joined_at_store(3, elsewhere=False)
+    for each in replicas:
+        for connection in each._others.values():
+            with socket.socket(fileno=os.dup(connection.fileno())) as same:
+                assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    close(*replicas, *joined(tmp_path, 2))
 
 
 def test_replicas_that_finish_keep_up_with_the_others() -> None:

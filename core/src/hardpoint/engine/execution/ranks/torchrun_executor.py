@@ -19,7 +19,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.execution.ranks.launch import Launch, built_no_engine
 from hardpoint.engine.execution.ranks.rank_process import Rank, RankFailed, RankSpec, end_with_parent
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
-from hardpoint.engine.execution.ranks.sockets import shut
+from hardpoint.engine.execution.ranks.sockets import send_at_once, shut
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Stop
 from hardpoint.parallel.process_group import LOOPBACK, Store
@@ -49,7 +49,7 @@ def _serve(config: EngineConfig, launch: Launch) -> int:
     link = json.loads(store.get(_LINK.format(launch.place.topology.replica)))
     if config.block_size is None and link["block_size"] is not None:  # larger blocks, which rank 0 chose for states
         config = config.with_block_size(link["block_size"])
-    connection = Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"]))
+    connection = send_at_once(Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"])))
     connection.send(launch.place.rank)
     send, failed = child_process.Sender(connection), threading.Event()
 
@@ -93,7 +93,7 @@ def _accepted(launch: Launch, store: Store, block_size: int | None, patience: fl
         found: dict[int, RankLink] = {}
         while len(found) < world - 1:
             try:
-                connection = listener.accept()
+                connection = send_at_once(listener.accept())
             except (AuthenticationError, EOFError, ConnectionError):  # a stranger
                 continue
             except TimeoutError:
