@@ -14,6 +14,7 @@ import platform
 import re
 import subprocess
 import tempfile
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -170,7 +171,9 @@ class BuildKernels(build_ext):
         if _is_outdated(Path(built)):
             macros = [("HARDPOINT_LEVEL", level)]
             with tempfile.TemporaryDirectory(dir=self.build_temp) as part:  # what is cut off is compiled again
+                begun = time.time()
                 (made,) = self.compiler.compile([str(source)], output_dir=part, macros=macros, extra_postargs=flags)
+                os.utime(made, (begun, begun))  # so a file that changed meanwhile is newer
                 Path(built).parent.mkdir(parents=True, exist_ok=True)
                 for suffix in (".d", ".o"):
                     Path(made).with_suffix(suffix).replace(Path(built).with_suffix(suffix))
