@@ -17,7 +17,7 @@ import torch
 from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint_cuda.kernels.peer_exchange import combine_kernel, dispatch_kernel
-from hardpoint_cuda.peer_memory import PeerMemory, segments_expand
+from hardpoint_cuda.peer_memory import LeavingWord, PeerMemory, segments_expand
 from hardpoint_plugin_api import (
     All2All,
     All2AllWorkload,
@@ -124,8 +124,7 @@ class PeerAll2All(GroupMember, All2All):
         own = self.ctx.resources.get(self._key)
         own.zero_()
         self._memory, self._rank = own, rank
-        self._one = torch.ones(1, dtype=torch.int32, pin_memory=own.is_cuda)
-        self._aside = torch.cuda.Stream(own.device) if own.is_cuda else None
+        self._leaving = LeavingWord(own[self.layout.left :][:_INTEGER])
         self._table = torch.zeros(world, dtype=torch.int64, device=own.device)
         self._load()
         store.set(f"programs/{rank}", str(_programs(own.device)))
@@ -152,16 +151,10 @@ class PeerAll2All(GroupMember, All2All):
             self._peers.close()
 
     def abort(self) -> None:
-        """Programs that wait on the device see a word that changes, which a copy reaches while they run."""
+        """Programs that wait on the device see a word that changes."""
         self._has_left = True
-        if self._peers is None:
-            return
-        left = self._memory[self.layout.left :][:_INTEGER].view(torch.int32)
-        if self._aside is None:
-            left.copy_(self._one)
-            return
-        with torch.cuda.device(left.device), torch.cuda.stream(self._aside):
-            left.copy_(self._one, non_blocking=True)
+        if self._peers is not None:
+            self._leaving.write()
 
     def most_rows(self, tokens: int) -> int:
         """Where nobody says what to expect, there are rows for the most."""

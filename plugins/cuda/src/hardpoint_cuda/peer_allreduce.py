@@ -16,7 +16,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint.kernels.quantize import whole_rows
 from hardpoint_cuda.kernels.peer_allreduce import allreduce_add_rms_norm_kernel
-from hardpoint_cuda.peer_memory import PeerMemory, segments_expand
+from hardpoint_cuda.peer_memory import LeavingWord, PeerMemory, segments_expand
 from hardpoint_plugin_api import BuildContext, DeviceInfo, GroupMember, OpWorkload, Reason
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ class PeerAllReduce(GroupMember):
         inbox = own[: self.layout.turns].view(torch.int16 if self._dtype.itemsize == 2 else torch.int32)
         inbox.fill_(torch.iinfo(inbox.dtype).min)  # -0.0
         self._memory, self._rank = own, rank
-        self._one = torch.ones(1, dtype=torch.int32, pin_memory=own.is_cuda)
-        self._aside = torch.cuda.Stream(own.device) if own.is_cuda else None
+        self._leaving = LeavingWord(own[self.layout.left :][:_INTEGER])
         self._table = torch.full((world,), own.data_ptr(), dtype=torch.int64, device=own.device)
         _, block, self._warps = whole_rows(self._hidden_size, operands=2)
         self._block, self._programs = block, _programs(own.device, self._warps)
@@ -111,16 +110,10 @@ class PeerAllReduce(GroupMember):
             self._peers.close()
 
     def abort(self) -> None:
-        """Programs that wait on the device see a word that changes, which a copy reaches while they run."""
+        """Programs that wait on the device see a word that changes."""
         self._has_left = True
-        if self._peers is None:
-            return
-        left = self._memory[self.layout.left :][:_INTEGER].view(torch.int32)
-        if self._aside is None:
-            left.copy_(self._one)
-            return
-        with torch.cuda.device(left.device), torch.cuda.stream(self._aside):
-            left.copy_(self._one, non_blocking=True)
+        if self._peers is not None:
+            self._leaving.write()
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float

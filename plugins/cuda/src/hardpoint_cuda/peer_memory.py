@@ -88,6 +88,24 @@ class PeerMemory:
             self._opened.clear()
 
 
+class LeavingWord:
+    """An int32 of a rank's memory, by which its kernels that wait on the device learn that it has left its group."""
+
+    def __init__(self, word: torch.Tensor) -> None:
+        """``word``: uint8 [4], zeros."""
+        self._word = word.view(torch.int32)
+        self._one = torch.ones(1, dtype=torch.int32, pin_memory=word.is_cuda)
+        self._aside = torch.cuda.Stream(word.device) if word.is_cuda else None
+
+    def write(self) -> None:
+        """Write a one, from any thread. A stream of its own copies it while kernels run."""
+        if self._aside is None:
+            self._word.copy_(self._one)
+            return
+        with torch.cuda.device(self._word.device), torch.cuda.stream(self._aside):
+            self._word.copy_(self._one, non_blocking=True)
+
+
 class _Driver:
     """Calls of CUDA's driver, in the calling thread's current context."""
 
