@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ def serving(
 ) -> SimpleQueue[Any]:
     """The outputs that a rank collects while a thread runs its loop, and at last the loop's end or its error."""
     found: SimpleQueue[Any] = SimpleQueue()
-    worker: Any = SimpleNamespace(runner=SimpleNamespace(submit=submit, collect=collect))
+    blueprint = SimpleNamespace(platform=SimpleNamespace(current=nullcontext))
+    worker: Any = SimpleNamespace(runner=SimpleNamespace(submit=submit, collect=collect), blueprint=blueprint)
 
     def run() -> None:
         try:
@@ -61,8 +63,12 @@ def test_an_error_of_a_step_that_is_collected_ends_the_loop() -> None:
     def collect(ticket: int) -> int:
         raise ArithmeticError("no output")
 
+    def submit(step: int) -> int:
+        assert step == 1, "a step was submitted after the failure"
+        return step
+
     commands = SimpleQueue[Any]()
-    found = serving(lambda step: step, collect, commands)
+    found = serving(submit, collect, commands)
     commands.put(1)
     error = found.get(timeout=SECONDS)
     assert isinstance(error, ArithmeticError)

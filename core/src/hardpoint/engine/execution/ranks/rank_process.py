@@ -95,7 +95,7 @@ class Rank:
     """A rank, in whatever process or thread; ``run`` returns when it is told to stop, or has failed."""
 
     spec: RankSpec
-    commands: SimpleQueue[RankCommand | Exception] = field(default_factory=SimpleQueue)
+    commands: SimpleQueue[RankCommand | None] = field(default_factory=SimpleQueue)
     serving: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
     abandoned: threading.Event = field(default_factory=threading.Event)
@@ -143,7 +143,7 @@ class Rank:
 
 def serve(
     worker: Worker,
-    commands: SimpleQueue[RankCommand | Exception],
+    commands: SimpleQueue[RankCommand | None],
     collected: Callable[[StepOutput], None] | None,
     answer: Callable[[Answer], None],
 ) -> None:
@@ -154,13 +154,15 @@ def serve(
     from hardpoint.engine.execution.rank_verbs import on_rank
 
     tickets: SimpleQueue[Ticket | None] = SimpleQueue()
+    failures: list[Exception] = []
+    arguments = (worker, tickets, collected, failures, commands)
+    collector = threading.Thread(target=_collect, args=arguments, name="hardpoint-rank-collector", daemon=True)
     if collected is not None:
-        arguments = (worker, tickets, collected, commands)
-        threading.Thread(target=_collect, args=arguments, name="hardpoint-rank-collector", daemon=True).start()
+        collector.start()
     try:
         while not isinstance(command := commands.get(), Stop):
-            if isinstance(command, Exception):
-                raise command
+            if failures:
+                raise failures[0]
             if isinstance(command, Call):
                 try:
                     done = Answer(command.number, on_rank(command.verb, worker))
@@ -168,28 +170,35 @@ def serve(
                     done = Answer(command.number, failure=Failure.of(error))
                 answer(done)
                 continue
+            assert command is not None, "a failure wakes this loop"
             ticket = worker.runner.submit(command)
             if collected is not None:
                 tickets.put(ticket)
     finally:
         tickets.put(None)
+    if collected is not None:  # who closes the connection must find nobody who writes to it
+        collector.join(CLOSE_SECONDS)
 
 
 def _collect(
     worker: Worker,
     tickets: SimpleQueue[Ticket | None],
     collected: Callable[[StepOutput], None],
-    commands: SimpleQueue[RankCommand | Exception],
+    failures: list[Exception],
+    commands: SimpleQueue[RankCommand | None],
 ) -> None:
-    """Wait for steps in their order until there is no ticket more; an error becomes a command.
+    """Wait for steps in their order until there is no ticket more. An error is the last of ``failures``, and wakes who
+    waits for commands.
 
     In a thread of its own: a rank that waited for a step itself would not submit the next one until it has ended.
     """
     try:
-        while (ticket := tickets.get()) is not None:
-            collected(worker.runner.collect(ticket))
+        with worker.blueprint.platform.current():
+            while (ticket := tickets.get()) is not None:
+                collected(worker.runner.collect(ticket))
     except Exception as error:
-        commands.put(error)
+        failures.append(error)
+        commands.put(None)
 
 
 def end_with_parent(rank: Rank, connection: Connection, parent: int) -> None:
