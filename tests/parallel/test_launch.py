@@ -11,6 +11,7 @@ from multiprocessing.connection import Client
 
 import pytest
 
+from hardpoint.engine.execution.ranks import launch
 from hardpoint.engine.execution.ranks.launch import Launch
 from hardpoint.engine.execution.ranks.torchrun_executor import _accepted
 from hardpoint.parallel.process_group import LOOPBACK, tcp_store
@@ -47,6 +48,22 @@ def test_an_attempt_that_ended_before_all_had_come(launches: list[Launch]) -> No
         launches[1].join_attempt(0.1)
     with ThreadPoolExecutor(3) as pool:
         assert len({future.result(30) for future in [pool.submit(each.join_attempt, 20) for each in launches]}) == 1
+
+
+def test_rank_0_serves_the_store_as_long_as_its_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torchrun's agent has none, as with launchers that set the variables alone."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(launch, "_kept", [])
+    both = [Launch(Coordinates(Topology(tensor=2), rank), (LOOPBACK, port)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert len({future.result(30) for future in [pool.submit(each.join_attempt, 20) for each in both]}) == 1
+    both[1].store("later").set("key", "value")
+    assert both[0].store("later").get("key") == b"value"
 
 
 def test_commands_leave_at_once(launches: list[Launch]) -> None:

@@ -20,6 +20,8 @@ from hardpoint.parallel.topology import Coordinates
 from hardpoint_plugin_api import EngineDeadError
 
 _LOOK_SECONDS = 0.05
+_kept: list[Store] = []
+"""torch's stores of this process. Without torchrun's own store, that of rank 0 serves all the others."""
 _NEWEST = "attempt"
 """The key of the attempt that rank 0 has begun last."""
 
@@ -43,12 +45,13 @@ class Launch:
         """The address at which the launch's other processes reach this one."""
         return LOOPBACK if self.place.on_one_host else own_address(*self.master)
 
-    def store(self, attempt: str) -> Store:
-        """The store that all processes of ``attempt`` share; waits for rank 0's host."""
+    def store(self, part: str) -> Store:
+        """The part of the store that all processes share, such as one for each attempt; waits for rank 0's host."""
         from torch.distributed.rendezvous import rendezvous
 
         found: Store = next(rendezvous("env://", self.place.world_rank, self.place.topology.world))[0]
-        return PrefixStore(f"hardpoint-{attempt}", found)
+        _kept.append(found)
+        return PrefixStore(f"hardpoint-{part}", found)
 
     def join_attempt(self, patience: float) -> str:
         """The name of the attempt to which this process belongs, once all of its processes have come here.
