@@ -54,7 +54,9 @@ class EngineConfig(EngineSettings):
             errors = [UnknownNameError("setting", key, cls.model_fields, listed_by=LISTED_BY) for key in unknown]
             raise errors[0] if len(errors) == 1 else ConfigError("\n".join(map(str, errors)))
         if "model" not in settings:
-            raise ConfigError("no model was given: name a folder, a hub id, or 'demo' for the built-in one")
+            raise ConfigError(
+                "no model was given: name a folder, a GGUF file, a hub id, or 'demo' for the built-in one"
+            )
         try:
             config = cls(**settings)
         except ValidationError as error:
@@ -357,10 +359,12 @@ class EngineConfig(EngineSettings):
         return self._meeting
 
     def learning(self, deny: Iterable[str], *, blame_ops: bool) -> Self:
-        """This config with what failures have taught other replicas: their deny lists, and whether ops are blamed."""
-        config = self
-        for choice in deny:
-            config = config if choice in config.deny else config.denying(choice)
+        """This config with what failures have taught other replicas: their deny lists, and whether ops are blamed.
+
+        The list is sorted, so that all that have learned from one another have the same.
+        """
+        known = tuple(sorted({*self.deny, *deny}))
+        config = self if known == self.deny else self._changed({"deny": known})
         return config.blaming_ops() if blame_ops and not config.blame_ops else config
 
     def check_data_parallel_rank(self, rank: int | None) -> None:
