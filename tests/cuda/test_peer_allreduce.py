@@ -43,13 +43,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_allreduce, "PeerMemory", Addresses)
 
 
-def joined(workload: OpWorkload, rank: int, store: Store) -> PeerAllReduce:
+def joined(workload: OpWorkload, rank: int, store: Store) -> tuple[PeerAllReduce, EngineResources]:
     resources = EngineResources()
     ctx: Any = SimpleNamespace(resources=resources, parallel=alone())
     made = PeerAllReduce(ctx, workload, {})
     resources.allocate_collective(torch.device("cpu"))
     made.init(store, rank, workload.ranks or 1, "tp")
-    return made
+    return made, resources
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_calls_of_unlike_numbers_of_rows(
     calls[2][ranks - 1, 0, 1] = float("nan")
 
     def run(rank: int, store: Store) -> Results:
-        made, pause = joined(workload, rank, store), random.Random(rank)
+        (made, _resources), pause = joined(workload, rank, store), random.Random(rank)
         found: Results = []
         for call in calls:
             time.sleep(pause.random() * 0.02)
@@ -99,8 +99,11 @@ def test_calls_of_unlike_numbers_of_rows(
 
 
 def test_a_rank_that_leaves_waits_no_longer() -> None:
+    members = list[tuple[PeerAllReduce, EngineResources]]()  # whose memory the other rank's kernel writes to
+
     def run(rank: int, store: Store) -> float:
-        made = joined(WORKLOAD, rank, store)
+        made, resources = joined(WORKLOAD, rank, store)
+        members.append((made, resources))
         if rank:
             return 0.0
         x = torch.ones(2, 256, dtype=torch.bfloat16)

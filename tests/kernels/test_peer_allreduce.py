@@ -19,14 +19,16 @@ def test_rows_go_in_vectors(target: str) -> None:
         Job(
             "hardpoint_cuda.kernels.peer_allreduce:allreduce_add_rms_norm_kernel",
             _INTEGERS | _POINTERS | {"peers_ptr": "*i64", "eps": "fp32"},
-            {"WORLD": world, "BLOCK": 4096},
+            {"WORLD": world, "BLOCK": block},
             target,
-            num_warps=16,
+            num_warps=warps,
             num_stages=1,
         )
-        for world in (2, 8)
+        for world, block, warps in ((2, 4096, 16), (8, 4096, 16), (2, 64, 2))
     ]
-    for compiled in compile_kernels(jobs):
+    *wide, narrow = compile_kernels(jobs)
+    assert narrow.count("bar.sync") > 2, "warps wait for one another before a row is given back"
+    for compiled in wide:
         assert compiled.count("ld.volatile.global.v4") >= 2
         assert compiled.count("st.global.v4.b32") >= 2
         assert compiled.spilled == 0

@@ -28,6 +28,7 @@ _LAUNCHED_EARLY, _LAUNCHED_LATE = 1, 129
 """Numbers of rows whose launches differ, by which the kernel's two variants are compiled; see launch.py."""
 _MOST_WARPS = 32
 """Of the programs that a multiprocessor runs at once, by a cautious count."""
+_WARP = 32
 _INTEGER = 4
 _ALIGN = 128
 
@@ -86,8 +87,11 @@ class PeerAllReduce(GroupMember):
         self._memory, self._rank = own, rank
         self._leaving = LeavingWord(own[self.layout.left :][:_INTEGER])
         self._table = torch.full((world,), own.data_ptr(), dtype=torch.int64, device=own.device)
-        _, block, self._warps = whole_rows(self._hidden_size, operands=2)
-        self._block, self._programs = block, _programs(own.device, self._warps)
+        _, self._block, warps = whole_rows(self._hidden_size, operands=2)
+        self._warps = min(
+            warps, max(1, self._block // _WARP)
+        )  # no element in two warps, which do not wait for each other
+        self._programs = _programs(own.device, self._warps)
         self._load()
         store.set(f"programs/{rank}", str(self._programs))
         peers = PeerMemory(own, store, rank, world, self._ctx.parallel.timeout)
@@ -121,6 +125,8 @@ class PeerAllReduce(GroupMember):
         """See the op. Its kernel waits on the device for the other ranks'."""
         if self._has_left or self._peers is None:
             raise RuntimeError("this rank has left its group")
+        if x.shape[0] > MOST_ROWS:
+            raise ValueError(f"{x.shape[0]} rows are more than the {MOST_ROWS} that the ranks' memory has room for")
         x, residual = x.contiguous(), residual.contiguous()
         normed, total = torch.empty_like(x), torch.empty_like(x)
         if x.shape[0]:

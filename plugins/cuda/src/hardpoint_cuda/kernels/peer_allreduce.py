@@ -48,7 +48,8 @@ def allreduce_add_rms_norm_kernel(
     """Rows of x [T, n] summed over WORLD ranks in their order, in float32, then as ``rms_norm_kernel`` has it.
 
     residual, out and total [T, n], weight [n]. A row is sent, waited for and summed by one program on each rank; the
-    programs of a launch all run at once. A row waits in vain no longer than until this rank leaves its group.
+    programs of a launch all run at once, and no element is in two warps. A row waits in vain no longer than until this
+    rank leaves its group; its results are void then.
     """
     columns = tl.arange(0, BLOCK)
     inside = columns < n
