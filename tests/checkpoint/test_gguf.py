@@ -232,7 +232,7 @@ def test_a_split_model_is_read_from_all_its_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: b"GGML" + data[4:], r"is no GGUF file: it begins with b'GGML'"),
+        (lambda data: b"GGML" + data[4:], r"is no GGUF file: it begins with b'GGML', not b'GGUF'; copy"),
         (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "it has version 1; GGUF of versions 2 and 3"),
         (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "it is big-endian"),
         (lambda data: data[:-64], "damaged or truncated GGUF file: tensor .* ends at byte"),

@@ -227,7 +227,7 @@ class StepPlanner:
     keeps_drafts: ClassVar[bool] = False
 
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
-        """Prepare one step, on the host. Default: pass the batch on.
+        """Prepare one step, on the host. Default: metadata that hold the batch alone.
 
         Rules for graph capture, where ``capture`` is not NEVER and the batch has a ``graph_key``: work is captured with
         the metadata of one step, and replayed for later steps of equal key and equal ``token``, whose own metadata is

@@ -80,16 +80,16 @@ class GraphEngine(ABC):
 
     ``max_graphs``: the most that may be kept (None: no limit). ``bytes_per_graph``: device memory to reserve
     for each before any is prepared; ``nbytes``: what they take now. ``collectives_allowed``: whether the
-    function may call collectives while it is prepared. An engine that cannot repeat a wait for the device refuses a
-    function that waits.
+    function may call collectives while it is prepared. An engine that cannot capture a wait for the device refuses
+    functions that wait.
 
     ``batch_sizes``: numbers of requests for which decode steps are prepared when the engine starts. Steps are padded to
     the next size; larger steps run eagerly. None: preparing is cheap, and a step is prepared for its exact number when
     it first occurs. ``token_sizes``: numbers of tokens for which steps with any mix of prompts and decodes are prepared
     as one graph, with up to ``requests_per_token_size`` requests. ``piece_sizes``: numbers of tokens for which all
     other steps are prepared as piecewise graphs, split at each ``interrupt``. Sizes that no step of the engine has are
-    left out. ``asked_sizes``: the setting behind each of these attributes that the user set, such as ``{"batch_sizes":
-    "cuda.graph_batch_sizes"}``. Of these, a size that would be padded or left out is refused.
+    left out. ``asked_sizes``: for each of these attributes that the user set, the name of the setting, such as
+    ``{"batch_sizes": "cuda.graph_batch_sizes"}``. A size that the user asked for is refused, not padded or left out.
 
     ``sees_all_kernels``: everything that a kernel launches on the device becomes part of the graph, whatever language
     it is written in. An engine that records only torch operators and its own plugin's kernels sets False: core then
@@ -135,8 +135,8 @@ class GraphEngine(ABC):
     def opaque(self, call: Callable[..., None], *arguments: Any) -> None:
         """Within a function that is being prepared: make each run call ``call(*arguments)`` at this place.
 
-        Like ``interrupt``, except that all tensors of the function which ``call`` uses are in ``arguments`` (also
-        within lists, tuples and dicts), so that an engine may move them. Nothing that ``call`` does is captured.
+        The call is outside the captured graph. Unlike ``interrupt``, all tensors that ``call`` uses must be in
+        ``arguments`` (also within lists, tuples and dicts), so that an engine may move them.
         Default: ``interrupt``.
         """
         self.interrupt(lambda: call(*arguments))
@@ -227,9 +227,9 @@ class Platform(ABC):
 
     @classmethod  # noqa: B027  # most have nothing that takes long
     def begin(cls, info: DeviceInfo, index: int) -> None:
-        """Begin with device ``index`` of those that ``info`` describes: such as with its context, in a thread.
+        """Start to initialise device ``index`` of those that ``info`` describes, such as its context, in a thread.
 
-        Called before torch is imported, so that both go on at once, by a program whose engine will be in this process.
+        A program whose engine will be in this process calls it before it imports torch, so that both go on at once.
         It must return at once, and need no torch. ``activate`` follows, unless the start fails before, and reports
         a device that cannot be used. Default: nothing.
         """

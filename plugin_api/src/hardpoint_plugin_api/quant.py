@@ -179,7 +179,10 @@ class SpecPattern:
 
     @classmethod
     def parse(cls, text: str) -> SpecPattern:
-        """Read one side of a pair; raises ValueError for what is no spec (``*`` alone names none)."""
+        """Parse the weight or the activation side of a pattern ``WEIGHT/ACTIVATION``, such as ``int4@float16:1x128``.
+
+        Raises ValueError for text that is no spec, ``*`` alone among it.
+        """
         found = _PATTERN.match(text)
         if found is None:
             raise ValueError(f"{text!r} is no spec: write ELEMENT@FORMAT:BLOCK+FLAG")

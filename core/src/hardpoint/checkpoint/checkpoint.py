@@ -62,7 +62,10 @@ class Checkpoint:
         """The model class that the checkpoint was written for."""
         names = self.config.data.get("architectures")
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-            raise CheckpointError(f"{self.config_path}: 'architectures' must name one model class, got {names!r}")
+            raise CheckpointError(
+                f"{self.config_path}: 'architectures' must name one model class, such as "
+                f'["LlamaForCausalLM"], got {names!r}'
+            )
         return names[0]
 
     @property
@@ -107,7 +110,9 @@ class Checkpoint:
         """Raise CheckpointError unless the checkpoint in ``folder`` is of a model with the same settings."""
         files = open_files(folder)
         if not files.has("config.json"):
-            raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
+            raise CheckpointError(
+                f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint, or a GGUF file"
+            )
         here, there = self.config.data, HFConfig.read(folder).data
         unlike = [key for key in sorted({*here, *there} - _FREE_KEYS) if here.get(key) != there.get(key)]
         if unlike:

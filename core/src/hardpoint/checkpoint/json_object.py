@@ -15,8 +15,10 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: cannot be read as JSON: {error}; copy or download it again") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{file}: must hold a JSON object, got {type(data).__name__}")
     return data

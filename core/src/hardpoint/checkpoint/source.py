@@ -84,7 +84,9 @@ def _with_config(
     if not open_files(found).has("config.json"):
         if form == "auto" and (found / PARAMS).is_file():
             return found / PARAMS  # without weights, which may not have been downloaded
-        raise CheckpointError(f"{found} holds no config.json; give the folder of a Hugging Face checkpoint")
+        raise CheckpointError(
+            f"{found} holds no config.json; give the folder of a Hugging Face checkpoint, or a GGUF file"
+        )
     return found
 
 

@@ -75,7 +75,7 @@ def generate(
     stages_file: Path | None,
     **sampling: float | None,
 ) -> None:
-    """Continue prompts with MODEL: a folder, a hub id, or the built-in demo model.
+    """Continue prompts with MODEL: a folder, a GGUF file, a hub id, or the built-in demo.
 
     The text goes to stdout; the chosen kernels and the speed go to stderr.
     """

@@ -42,7 +42,7 @@ def run_batch(
     served_model_names: tuple[str, ...],
     max_concurrent_requests: int,
 ) -> int:
-    """Answer requests of OpenAI's batch format with MODEL: a folder, a hub id, or the built-in demo model.
+    """Answer requests of OpenAI's batch format with MODEL: a folder, a GGUF file, a hub id, or the built-in demo.
 
     Answers are written as they come; custom_id tells to which request one belongs. The exit code is 1 where a request
     has an error.

@@ -226,7 +226,9 @@ if TYPE_CHECKING:
 )
 @click.option("--quiet", is_flag=True, help="Log warnings and errors only.")
 def serve(config: EngineConfig, api_key_file: Path | None, quiet: bool, **settings: Any) -> None:
-    """Serve MODEL over HTTP, by OpenAI's and Anthropic's protocols: a folder, a hub id, or the built-in demo model.
+    """Serve MODEL over HTTP, by OpenAI's and Anthropic's protocols.
+
+    MODEL is a folder, a GGUF file, a hub id, or the built-in demo.
 
     Prints its address to stderr. SIGTERM or Ctrl-C ends it after the open requests; a second signal ends it at once.
     """

@@ -81,7 +81,9 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    model: Text = setting(Group.MODEL, ..., "Model to load: a folder, a hub id, or 'demo' for the built-in model.")
+    model: Text = setting(
+        Group.MODEL, ..., "Model to load: a folder, a GGUF file, a hub id, or 'demo' for the built-in model."
+    )
     tokenizer: Text | None = setting(
         Group.MODEL, None, "Folder or hub id of the tokenizer. Default: the model's folder."
     )
@@ -212,7 +214,7 @@ class EngineSettings(BaseModel):
     pipeline_parallel_layers: Counts = setting(
         Group.PARALLELISM,
         (),
-        "Number of blocks on each pipeline stage, as 10,12,10. Default: by the bytes of their weights.",
+        "Number of decoder layers on each pipeline stage, as 10,12,10. Default: by the bytes of their weights.",
         "N,N",
     )
     data_parallel_size: Count = setting(
@@ -395,7 +397,7 @@ class EngineSettings(BaseModel):
     core_process: bool | None = setting(
         Group.FAILURES,
         None,
-        "Run scheduler and model in a process of their own. Default: for serve and AsyncEngine.",
+        "Run scheduler and model in a process of their own. Default: on for serve and AsyncEngine, off for LLM.",
     )
     core_start_timeout: Count = setting(
         Group.FAILURES,

@@ -362,6 +362,6 @@ def _max_model_len(config: EngineConfig, facts: ModelFacts) -> int:
     if config.max_model_len > facts.most_positions:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is beyond the {facts.most_positions} positions that the model was "
-            f"made for ({facts.limit})"
+            f"made for ({facts.limit}); give at most {facts.most_positions}"
         )
     return config.max_model_len

@@ -171,7 +171,8 @@ def read_api_keys(file: Path) -> tuple[str, ...]:
     try:
         lines: Iterable[str] = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file: {file} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
+        raise ConfigError(f"--api-key-file {file} cannot be read: {why}; give a text file of keys") from None
     keys = tuple(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
     if not keys:
         raise ConfigError(f"--api-key-file: {file} holds no key; write one on each line, or leave the flag out")

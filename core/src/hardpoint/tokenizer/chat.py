@@ -73,7 +73,10 @@ class ChatTemplate:
             text = file.read_text(encoding="utf-8")
             _environment().from_string(text)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {file}: it cannot be read: {error}") from None
+            why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
+            raise ConfigError(
+                f"--chat-template {file} cannot be read: {why}; give a file of a Jinja template"
+            ) from None
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"--chat-template {file}, line {error.lineno}: it is no Jinja template: {error.message}"

@@ -245,7 +245,10 @@ def check_tokenizer_files(folder: Path) -> list[str]:
     files = open_files(folder)
     found = [name for name in ("tokenizer.json", *_OLDER) if files.has(name)]
     if not found and folder.is_file():
-        raise CheckpointError(f"{folder} holds no tokenizer; name a folder that has the model's: --tokenizer FOLDER")
+        raise CheckpointError(
+            f"{folder} holds no tokenizer; name a folder that has the model's: --tokenizer FOLDER; "
+            "or send token ids: --skip-tokenizer-init"
+        )
     if not found:
         raise CheckpointError(
             f"{folder}: tokenizer.json is missing, and so are tekken.json and older files ({', '.join(_OLDER)}); "

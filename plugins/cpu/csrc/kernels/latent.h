@@ -2,7 +2,7 @@
 //
 // All query heads read the same row of a position: its latent with its rotated key as the key, the latent as the value.
 // A piece of work is some queries of one request, with all their heads, over a range of positions. It converts the rows
-// of a few positions to float once, for all heads, and goes over them with four rows of queries at a time. Work per byte
+// of a few positions to float once, for all heads, and goes over them with some rows of queries at a time. Work per byte
 // of the cache is high: with 16 heads, 15 multiplications for each byte of a bfloat16 row. Where the processor has
 // products of bfloat16, by AMX or AVX-512 BF16, rows of bfloat16 are multiplied as they lie: see latent_tiles.h.
 #pragma once

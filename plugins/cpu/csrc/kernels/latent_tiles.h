@@ -125,7 +125,7 @@ class TiledLatentPiece {
         }
     }
 
-    // The cache's rows at `count` positions from `begin` on; behind them one of zeros.
+    // The cache's rows from `begin` to `end`; behind them one of zeros.
     void find_keys(std::int64_t begin, std::int64_t end) {
         const auto count = std::min<std::int64_t>(kBlockKeys, end - begin);
         const auto find = [&](std::int64_t number, std::int64_t offset, std::int64_t i) {

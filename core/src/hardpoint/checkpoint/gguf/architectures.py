@@ -251,5 +251,6 @@ def architecture_of(metadata: Mapping[str, Any], file: object) -> Architecture:
     if metadata.get(f"{name}.expert_gating_func") == _SIGMOID:
         key += " by sigmoid"
     if key not in ARCHITECTURES:
-        raise UnknownNameError("GGUF architecture", key, ARCHITECTURES, f"It stands in {file}.")
+        known = sorted({each.partition(",")[0] for each in ARCHITECTURES})
+        raise UnknownNameError("GGUF architecture", key, known, f"It stands in {file}.")
     return ARCHITECTURES[key]

@@ -43,7 +43,7 @@ def choose_file(folder: Path, quant: str | None) -> Path:
     if len(found) == 1:
         return found[0]
     told = (
-        f"several GGUF files with {quant!r} in their names: {', '.join(f.name for f in found)}"
+        f"several GGUF files with {quant!r} in their names: {', '.join(f.name for f in found)}; give more of the name"
         if found
         else (f"no GGUF file with {quant!r} in its name" + (f"; there are {names}" if files else ""))
     )

@@ -161,7 +161,10 @@ class _Header:
 
     def read(self) -> tuple[dict[str, Any], list[StoredBytes]]:
         if self._content[:4] != _MAGIC:
-            raise CheckpointError(f"{self._file}: is no GGUF file: it begins with {self._content[:4]!r}")
+            raise CheckpointError(
+                f"{self._file} is no GGUF file: it begins with {self._content[:4]!r}, not {_MAGIC!r}; "
+                "copy or download it again"
+            )
         self._at = 4
         version = self._number("I")
         if version not in _VERSIONS:

@@ -61,7 +61,8 @@ _MOST_ELEMENTS_OF_LONG = 2048
 """Elements of all heads' queries in batches that take the reference long."""
 _MOST_SCORES, _JUDGED_HEADS = 1 << 20, 16
 """Of a step with more scores than this, over all heads, so many heads are judged: a prompt of 300 tokens with 128 heads
-takes the reference half a minute for each draw."""
+takes the reference half a minute for each draw. A fault of one head alone is seen there by some seeds, in smaller steps
+by all."""
 _TOP_K = (0, 7, 64)
 """Positions of a list; 0: there are no lists. Contexts are shorter and longer than both, and as long as either."""
 _VALUES = ("normal", "peaked", "flat", "large", "low", "nan")
