@@ -81,6 +81,8 @@ def generate(
     """
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
+    if config.skip_tokenizer_init:
+        raise click.UsageError("--skip-tokenizer-init: prompts here are text; send token ids to 'hardpoint serve'")
     check_writable("--json", json_file)
     check_writable("--stages", None if stages_file is None else str(stages_file))
     make_folder("--profile", profile)
