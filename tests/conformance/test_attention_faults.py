@@ -150,6 +150,14 @@ class HeadsTransposed(Simple):
         return x.repeat(1, self.spec.num_heads // self.spec.num_kv_heads, 1)
 
 
+class ManyHeadsRolled(Simple):
+    """Values are those of another head, where there are more heads of keys than a tile of four."""
+
+    def read_request(self, cache: Cache, batch: AttentionBatch, i: int) -> tuple[Tensor, Tensor, int]:
+        keys, values, start = super().read_request(cache, batch, i)
+        return keys, values.roll(1, dims=1) if self.spec.num_kv_heads > 4 else values, start
+
+
 class NoMaximum(Simple):
     """Exponentials without the maximum taken off."""
 
@@ -330,6 +338,7 @@ PLANTED: dict[str, tuple[type[Simple], str, str]] = {
     "causal mask top-left": (CausalTopLeft, "values", STEPS),
     "window edge": (WindowEdge, "values", STEPS),
     "heads transposed": (HeadsTransposed, "values", STEPS),
+    "many heads rolled": (ManyHeadsRolled, "values", STEPS),
     "no maximum": (NoMaximum, "values", STEPS),
     "log2 for ln": (PowersOfTwo, "values", STEPS),
     "soft cap left out": (CapAfterMask, "values", STEPS),

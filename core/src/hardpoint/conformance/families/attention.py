@@ -87,7 +87,7 @@ class AttentionTrials:
         yield Trial("declared", (Check("declarations", partial(declarations, subject), decisive=True),))
         sizes_of_heads = head_sizes(subject, plan)
         yield from layout_trials(subject, plan, block_sizes(subject), keys_and_values(sizes_of_heads))
-        given, excludes = factors(subject, sizes_of_heads), dict(senseless(sizes_of_heads))
+        given, excludes = factors(subject, sizes_of_heads, plan.seed), dict(senseless(sizes_of_heads))
         if True in scalings(subject):
             given["static_scales"], excludes["kv_dtype", "static_scales"] = scalings(subject), clash
         rows = plan.combinations(given, excludes)

@@ -23,7 +23,8 @@ _MANY = ("dozens", "hundreds")
 _ANY_HEAD_SIZE = (16, 33, 64, 80, 96, 128, 256)
 """And one that is drawn."""
 _ANY_BLOCK_SIZE = (1, 5, 16, 32, 128)
-_HEADS = ((4, 2), (3, 3), (8, 1), (20, 4), (32, 1))
+_HEADS = ((4, 2), (3, 3), (8, 1), (20, 4), (32, 1), (32, 8))
+"""Heads of queries and of keys; one more pair is drawn."""
 _PIECE = 512
 """Tokens of a prompt, where a step has as many tokens as a claim begins with."""
 _MOST_CLAIMED = 2**15
@@ -50,7 +51,7 @@ def senseless(sizes_of_heads: Sequence[int]) -> Exclusions:
     }
 
 
-def factors(subject: Subject, head_sizes: Sequence[int]) -> dict[str, Sequence[Any]]:
+def factors(subject: Subject, head_sizes: Sequence[int], seed: int) -> dict[str, Sequence[Any]]:
     """Situations that the backend claims, and situations that every backend must serve."""
 
     def on_off(feature: Feature) -> Sequence[bool]:
@@ -64,7 +65,7 @@ def factors(subject: Subject, head_sizes: Sequence[int]) -> dict[str, Sequence[A
     return {
         "dtype": subject.dtypes(),
         "kv_dtype": cache_dtypes(subject),
-        "heads": _HEADS,
+        "heads": (*_HEADS, _drawn_heads(seed)),
         "head_size": head_sizes,
         "block_size": block_sizes(subject),
         "span": spans,
@@ -77,6 +78,13 @@ def factors(subject: Subject, head_sizes: Sequence[int]) -> dict[str, Sequence[A
         "padding": (0, 3),
         "slack": (0, 2),
     }
+
+
+def _drawn_heads(seed: int) -> tuple[int, int]:
+    """From 5 to 16 heads of keys, each for 2 to 4 of queries."""
+    draw = random.Random(seed)
+    keys = draw.randint(5, 16)
+    return keys * draw.randint(2, 4), keys
 
 
 def block_sizes(subject: Subject) -> Sequence[int]:
