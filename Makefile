@@ -72,7 +72,7 @@ $(VENV)/bin/python:
 $(STAMPS)/demo: $(METADATA) | $(VENV)/bin/python
 	@echo "installing PyTorch into $(VENV)"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)" numpy
-	@echo "installing Hardpoint; compiling its kernels for this CPU (a minute or two), if there is a C++ compiler"
+	@echo "installing Hardpoint; compiling its kernels for this CPU (about a minute), if there is a C++ compiler"
 	@$(PIP) --editable plugin_api --editable 'core[conform,serve]' --editable plugins/cpu
 	@mkdir -p $(STAMPS) && touch $@
 

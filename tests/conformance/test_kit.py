@@ -457,7 +457,7 @@ def test_a_shard_that_holds_no_case_has_failed_in_nothing(
     assert hardpoint([*command, "--shard", "99/99"]) == 0
     assert "shard 99/99 holds none of these cases" in capsys.readouterr().out
     assert hardpoint([*command, "--case", "nothing"]) == 1
-    assert "no case has such a name" in capsys.readouterr().out
+    assert "no case has a name that --case matches" in capsys.readouterr().out
 
 
 def test_what_was_tried_in_no_case_is_named(

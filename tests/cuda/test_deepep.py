@@ -23,7 +23,7 @@ from tests.support import deepep_stand_in
 from tests.support.checkpoints import write_checkpoint
 from tests.support.deepep_stand_in import CALLS
 from tests.support.installed_stand_in import installed
-from tests.support.on_host_settings import without_triton
+from tests.support.on_host_settings import WITHOUT_PEERS, without_triton
 from tests.support.two_gpus import two_gpus
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -63,6 +63,7 @@ def test_an_engine(
 
     def run(all2all: str) -> tuple[list[Any], set[str]]:
         settings = without_triton("cuda", dtype="bfloat16", max_num_batched_tokens=32, all2all_backend=all2all)
+        settings["deny"] += WITHOUT_PEERS
         with ranks_in_threads(tmp_path, 2, enable_expert_parallel=True, **settings) as llm:
             chosen = {row.chosen for row in llm.table.rows if row.family == "all2all"}
             return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)], chosen

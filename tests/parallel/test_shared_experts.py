@@ -29,7 +29,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 MIXTURE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 PROMPTS = random_prompts(5, 60, seed=1)
-APART: dict[str, Any] = {"data_parallel_rank": 0, "data_parallel_address": "host"}
 NIGHTLY = pytest.mark.nightly
 
 
@@ -153,8 +152,6 @@ def test_verbs_that_need_all_idle(mixture: tuple[Path, PreTrainedModel]) -> None
             {"data_parallel_rank": 0},
             "and this server has 1 of data_parallel_size = 2; give all servers --data-parallel-a",
         ),
-        (APART | {"executor": "ray"}, "which executor = 'ray' does not serve; leave it out, or divide them among"),
-        (APART | {"on_engine_failure": "restart"}, "this server has 1 of data_parallel_size = 2, and cannot build the"),
         ({"executor": "torchrun", "data_parallel_rank": 0}, "torchrun numbers the ranks of all replicas; leave it out"),
         ({"executor": "inproc"}, "executor = 'inproc' does not serve that"),
         ({"data_parallel_address": "host"}, "takes effect where replicas of several servers share experts"),

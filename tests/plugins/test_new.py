@@ -71,7 +71,7 @@ def test_it_says_what_it_wrote_and_what_comes_next(
     out = capsys.readouterr().out
     written = [line.strip() for line in out.splitlines() if line.startswith("  ")]
     assert sorted(written) == sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
-    assert "pip install -e hardpoint-acme-2, then hardpoint conform acme_2" in out
+    assert "pip install -e 'hardpoint-acme-2[test]', then hardpoint conform acme_2" in out
 
 
 def recipes(pairs: bool) -> list[Recipe]:

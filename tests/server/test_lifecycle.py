@@ -196,7 +196,7 @@ def test_a_server_that_cannot_listen_ends() -> None:
         (["--port", "70000"], "--port 70000 is invalid: must be from 0 to 65535"),
         (["--cors-origin", "https://page.example/"], "--cors-origin 'https://page.example/' is no origin"),
         (["--api-key", " "], "--api-key: a key is made of"),
-        (["--api-key-file", "/nowhere"], "--api-key-file: /nowhere cannot be read"),
+        (["--api-key-file", "/nowhere"], "--api-key-file /nowhere cannot be read: No such file or directory; give"),
         (["--port", "0", "no/such/model"], "no/such/model"),
         (["--port", "0", "--tool-parser", "hermis"], "hermis"),
     ],

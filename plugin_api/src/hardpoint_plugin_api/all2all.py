@@ -76,7 +76,7 @@ class All2All(ABC):
 
     @classmethod
     def supports(cls, workload: All2AllWorkload, device: DeviceInfo) -> list[Reason]:
-        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: no reason."""
         return []
 
     def most_rows(self, tokens: int) -> int:

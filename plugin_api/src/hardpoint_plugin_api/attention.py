@@ -265,7 +265,7 @@ class AttentionBackend(StepPlanner, ABC):
 
     @classmethod
     def supports(cls, workload: AttentionWorkload, device: DeviceInfo) -> list[Reason]:
-        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: no reason."""
         return []
 
     @property

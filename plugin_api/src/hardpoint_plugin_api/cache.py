@@ -224,4 +224,4 @@ class CacheLayout(ABC):
     def from_logical(
         self, views: Mapping[str, torch.Tensor], pages: torch.Tensor, planes: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write every plane, shaped as ``to_logical`` returns it, into ``pages``. Mutates the views."""
+        """Write ``planes``, shaped as ``to_logical`` returns them, to pages number ``pages``. Mutates the views."""

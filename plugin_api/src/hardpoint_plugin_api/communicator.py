@@ -159,7 +159,7 @@ class Communicator(GroupMember):
 
     @classmethod
     def supports(cls, workload: CommunicatorWorkload, device: DeviceInfo) -> list[Reason]:
-        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: no reason."""
         return []
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ class Drafter(ABC):
 
     @classmethod
     def supports(cls, workload: DrafterWorkload, device: DeviceInfo) -> list[Reason]:
-        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: no reason."""
         return []
 
     @abstractmethod

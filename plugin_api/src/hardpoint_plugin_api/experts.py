@@ -102,7 +102,7 @@ class _Experts(ABC):
 
     @classmethod
     def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
-        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: no reason."""
         return []
 
     def workspace_bytes(self, rows: int) -> int:

@@ -134,7 +134,7 @@ class LatentBackend(StepPlanner, ABC):
 
     @classmethod
     def supports(cls, workload: LatentWorkload, device: DeviceInfo) -> list[Reason]:
-        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: no reason."""
         return []
 
     @property

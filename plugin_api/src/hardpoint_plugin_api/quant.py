@@ -103,7 +103,7 @@ class QuantSpec:
 
     @property
     def is_plain(self) -> bool:
-        """True where elements are the values: there are no scales."""
+        """True for a spec without scales: stored elements are the numbers themselves."""
         return not self.scales
 
     @property

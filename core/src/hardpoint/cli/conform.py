@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hardpoint.conformance.trials import Result
     from hardpoint.plugin_host import Offer
 
-_MOST_FAILURES = 20
+_MOST_FAILURES, _MOST_FAULTS = 20, 3
 _MOST_REASONS = 12
 
 
@@ -227,7 +227,7 @@ def _holds_no_case(certificate: Certificate) -> bool:
 
 
 class _Progress(AbstractContextManager["_Progress"]):
-    """A bar on a terminal; silence elsewhere. ``results`` are all so far."""
+    """A bar on a terminal, a line for each contribution elsewhere. ``results`` are all so far."""
 
     def __init__(self) -> None:
         self.results: list[Result] = []
@@ -255,7 +255,9 @@ class _Progress(AbstractContextManager["_Progress"]):
 
     def begins(self, offer: Offer, listing: Listing, cases: int) -> None:
         """See Watcher."""
-        if hasattr(self._bar, "add_task"):
+        if not hasattr(self._bar, "add_task"):
+            click.echo(f"hardpoint: {offer.contribution}: {cases} cases", err=True)
+        else:
             if self._task is not None:
                 self._bar.remove_task(self._task)
             self._task = self._bar.add_task(str(offer.contribution), total=cases, case="")
@@ -328,10 +330,18 @@ def _print_failures(results: Sequence[Result], everything: bool) -> None:
     failures = [r for r in results if r.outcome == "failed"]
     if failures:
         shown = failures if everything else failures[:_MOST_FAILURES]
-        rows = [[r.name, r.case, r.check, "\n".join(map(str, r.faults))] for r in shown]
+        rows = [[r.name, r.case, r.check, _faults(r, everything)] for r in shown]
         print_table(["failed", "case", "check", "what"], rows)
         if len(failures) > len(shown):
             click.echo(f"... and {len(failures) - len(shown)} more; --all prints them")
+
+
+def _faults(result: Result, everything: bool) -> str:
+    """The faults of a failed check, one a line; unless ``everything`` the first ones."""
+    faults = [str(fault) for fault in result.faults]
+    shown = faults if everything else faults[:_MOST_FAULTS]
+    left = len(faults) - len(shown)
+    return "\n".join([*shown, *([f"... and {left} more in this case; --all prints them"] if left else [])])
 
 
 def _print_reasons(tallies: Sequence[Tally], everything: bool) -> None:
@@ -382,7 +392,11 @@ def _conclusion(certificate: Certificate) -> str:
     if _holds_no_case(certificate):
         return f"shard {certificate.shards[0]}/{certificate.num_shards} holds none of these cases"
     if not counts["passed"]:
-        why = "could be tried here" if certificate.tallies else "has such a name; --json of a run lists the names"
+        why = (
+            "could be tried here"
+            if certificate.tallies
+            else "has a name that --case matches; --json of a run without --case lists the names"
+        )
         return f"nothing was proved: no case {why}"
     if not certificate.is_complete:
         return f"{checks}, none failed; this is a part of a run and certifies nothing by itself"

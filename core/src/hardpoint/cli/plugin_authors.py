@@ -38,7 +38,7 @@ def new(name: str, families: str | None, language: str, folder: str | None) -> N
     place = Path(folder) if folder else Path(recipe.distribution)
     for path in write(recipe, place):
         click.echo(f"  {path}")
-    click.echo(f"\nNext: pip install -e {place}, then hardpoint conform {name}. See {place / 'README.md'}.")
+    click.echo(f"\nNext: pip install -e '{place}[test]', then hardpoint conform {name}. See {place / 'README.md'}.")
 
 
 @click.command("api-diff", short_help="Print what changed in the plugin API.")

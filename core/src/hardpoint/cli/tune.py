@@ -93,12 +93,12 @@ def experts(
     from contextlib import nullcontext
 
     import torch
-    from triton.runtime import JITFunction
+    from triton import knobs
 
     from hardpoint.bench.experts_compiling import CompilingProcesses
     from hardpoint.conformance.site import Site
     from hardpoint.dtypes import dtype_of
-    from hardpoint.kernels import experts_tiling, grouped_matmul, tables
+    from hardpoint.kernels import experts_tiling, tables
     from hardpoint.kernels.experts_tuning import RandomLayer, Tuner
     from hardpoint.plugin_host import discover
     from hardpoint.terminal.progress import progress_bar
@@ -107,7 +107,7 @@ def experts(
     if top_k > experts:
         raise ConfigError(f"--top-k {top_k} is more than the {experts} of --experts")
     site = Site.open(discover(), platform)
-    is_compiled = isinstance(grouped_matmul.expert_tiles, JITFunction)
+    is_compiled = not knobs.runtime.interpret
     if is_compiled and not site.platform.info.accelerator:
         name = site.platform.name
         raise ConfigError(f"platform {name} runs no Triton kernels, whose tiles these are; choose one by --platform")

@@ -273,7 +273,9 @@ class EngineSettings(BaseModel):
         "With --enable-eplb: number of additional expert copies in each layer, on all ranks together.",
     )
     eplb_step_interval: Count = setting(
-        Group.PARALLELISM, 3000, "With --enable-eplb: number of steps after which experts are balanced again."
+        Group.PARALLELISM,
+        3000,
+        "With --enable-eplb: number of steps after which experts move between ranks again, to even their load.",
     )
     eplb_window_size: Count = setting(
         Group.PARALLELISM, 1000, "With --enable-eplb: number of newest steps whose tokens count."
@@ -362,7 +364,9 @@ class EngineSettings(BaseModel):
     plugins_locked: bool = setting(
         Group.PLUGINS, False, "Refuse plugins whose files differ from the lock file (from 'hardpoint plugins lock')."
     )
-    plugins_lock_file: Text = setting(Group.PLUGINS, LOCK_FILE_NAME, "Lock file for --plugins-locked.", "FILE")
+    plugins_lock_file: Text = setting(
+        Group.PLUGINS, LOCK_FILE_NAME, "File that 'hardpoint plugins lock' wrote, for --plugins-locked.", "FILE"
+    )
     require_certified: bool = setting(
         Group.PLUGINS,
         False,
@@ -421,7 +425,7 @@ class EngineSettings(BaseModel):
     shadow_check: Share = setting(
         Group.DEBUGGING,
         0.0,
-        "Share of op calls (0 to 1) to repeat with the reference implementation and compare. Needs --enforce-eager.",
+        "Share of op calls (0 to 1) to repeat by the reference; differences are logged. Needs --enforce-eager.",
         "NUMBER",
     )
     blame_ops: bool = setting(

@@ -43,7 +43,8 @@ def import_fix(error: BaseException, module: str, distribution: str) -> str:
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing and missing != module.partition(".")[0]:
         return f"install the package that provides the module {missing!r}"
-    return f"pip install --upgrade {distribution}, or leave it out: pip uninstall {distribution}"
+    own = f"if it is yours, correct 'target' in its {MANIFEST_NAME}"
+    return f"pip install --upgrade {distribution}; {own}; to leave it out: pip uninstall {distribution}"
 
 
 def _check_symbol(symbol: SymbolRequirement) -> None:

@@ -475,11 +475,12 @@ class _Contest:
         if not by_priority:
             return Reason("comes-after", _was_measured(offer, ahead[0]))
         nearest = min(by_priority, key=lambda e: self._priority(e.offer, e.range))
+        theirs, own = self._priority(nearest.offer, nearest.range), self._priority(offer, nearest.range)
         return Reason(
             "comes-after",
-            f"{nearest.offer.contribution.name} comes before it",
-            wanted=f"priority above {self._priority(nearest.offer, nearest.range)}",
-            supported=f"priority {self._priority(offer, nearest.range)}",
+            f"{nearest.offer.contribution.name} comes before it" + (", by its name" if theirs == own else ""),
+            wanted=f"priority above {theirs}",
+            supported=f"priority {own}",
         )
 
 
