@@ -135,7 +135,11 @@ def test_a_process_that_is_killed(fleet: RunningServer) -> None:
     doomed, other = fleet.api_pids
     opened = streams(fleet, 6)
     long = {"input": "Sing.", "max_output_tokens": 600, "background": True, "ignore_eos": True}
-    kept = [fleet.post("/v1/responses", long).json()["id"] for _ in range(2)]
+    kept = []
+    for _ in range(2):
+        answer = fleet.post("/v1/responses", long)
+        assert answer.status_code == 200, answer.text
+        kept.append(answer.json()["id"])
     before = fleet.sample("hardpoint_http_requests_total", path="/v1/responses")
     os.kill(doomed, signal.SIGKILL)
     until(lambda: len(fleet.api_pids) == 2 and doomed not in fleet.api_pids, 60)
