@@ -26,6 +26,7 @@ from hardpoint.tokenizer import ChatTemplate, Tokenizer
 from hardpoint_plugin_api import (
     CheckpointError,
     QuantSpec,
+    RequestError,
     Scheme,
     UnknownNameError,
     dequantize,
@@ -124,6 +125,16 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     drawn = [output.outputs[0].token_ids[0] for output in outputs]
     assert drawn == [int(expected["logits"][n - 1].argmax()) for n in (1, 7, 20, 40)]
+
+
+def test_what_a_vocabulary_alone_and_ids_alone_cannot_do() -> None:
+    with pytest.raises(CheckpointError, match=r"vocabulary-qwen2\.gguf holds a vocabulary and no weights; give"):
+        small_llm(FIXTURES / "vocabulary-qwen2.gguf")
+    with (
+        small_llm(FIXTURES / "qwen3-tied-Q4_0.gguf", skip_tokenizer_init=True) as llm,
+        pytest.raises(RequestError, match=r"no tokenizer was loaded \(--skip-tokenizer-init\), so there are no chats"),
+    ):
+        llm.chat([{"role": "user", "content": "?"}])
 
 
 def test_matrices_stay_in_their_blocks() -> None:

@@ -21,6 +21,10 @@ _Maker = Callable[[Container], Mapping[str, Any] | None]
 
 
 def _config(container: Container) -> dict[str, Any]:
+    if not container.tensors:
+        raise CheckpointError(
+            f"{container.file} holds a vocabulary and no weights; give the GGUF file of a whole model"
+        )
     return make_config(container, architecture_of(container.metadata, container.file))
 
 

@@ -61,6 +61,8 @@ class Frontend:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The text of a conversation as the model expects it; see ChatTemplate.render."""
+        if isinstance(self.tokenizer, NoTokenizer):
+            raise RequestError("no tokenizer was loaded (--skip-tokenizer-init), so there are no chats; send token ids")
         return self._template().render(messages, **options)
 
     def tokenizer_config(self) -> dict[str, Any]:

@@ -125,7 +125,10 @@ class Admission:
         if 0 <= lowest <= highest < self.vocab_size:
             return ids
         wrong = lowest if lowest < 0 else highest
-        raise RequestError(f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}")
+        raise RequestError(
+            f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}; "
+            "where text was sent, the tokenizer is another model's"
+        )
 
 
 def _check_choice(params: SamplingParams, stops: frozenset[int], bad_words: Sequence[Sequence[int]]) -> None:
