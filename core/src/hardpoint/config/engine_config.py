@@ -389,11 +389,6 @@ class EngineConfig(EngineSettings):
         """The keys that the user set, a plugin's as ``"acme.key"``; nothing else may override them."""
         return self._explicit
 
-    @property
-    def of_one_server(self) -> frozenset[str]:
-        """The keys of settings that say which replicas a server has: those of other servers differ."""
-        return frozenset({"data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"})
-
     def explicit_settings(self) -> dict[str, Any]:
         """The settings that the user gave, as a configuration file has them: plugins' keys in their own sections."""
         settings: dict[str, Any] = {}

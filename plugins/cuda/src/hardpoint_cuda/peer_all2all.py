@@ -17,7 +17,7 @@ import torch
 from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint_cuda.kernels.peer_exchange import combine_kernel, dispatch_kernel
-from hardpoint_cuda.peer_memory import LeavingWord, PeerMemory, segments_expand
+from hardpoint_cuda.peer_memory import LeavingWord, PeerMemory, allocator_reasons
 from hardpoint_plugin_api import (
     All2All,
     All2AllWorkload,
@@ -115,10 +115,7 @@ class PeerAll2All(GroupMember, All2All):
     @classmethod
     def supports(cls, workload: All2AllWorkload, device: DeviceInfo) -> list[Reason]:
         """Refuse memory that torch's allocator keeps to its process."""
-        if not segments_expand():
-            return []
-        fix = "leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
-        return [Reason("allocator", "memory of expandable segments has no handle for other processes", fix=fix)]
+        return allocator_reasons()
 
     def init(self, store: Store, rank: int, world: int, group: str) -> None:
         own = self.ctx.resources.get(self._key)

@@ -16,7 +16,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint.kernels.quantize import whole_rows
 from hardpoint_cuda.kernels.peer_allreduce import allreduce_add_rms_norm_kernel
-from hardpoint_cuda.peer_memory import LeavingWord, PeerMemory, segments_expand
+from hardpoint_cuda.peer_memory import LeavingWord, PeerMemory, allocator_reasons
 from hardpoint_plugin_api import BuildContext, DeviceInfo, GroupMember, OpWorkload, Reason
 
 if TYPE_CHECKING:
@@ -74,10 +74,7 @@ class PeerAllReduce(GroupMember):
     @classmethod
     def supports(cls, workload: OpWorkload, device: DeviceInfo) -> list[Reason]:
         """Refuse memory that torch's allocator keeps to its process."""
-        if not segments_expand():
-            return []
-        fix = "leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
-        return [Reason("allocator", "memory of expandable segments has no handle for other processes", fix=fix)]
+        return allocator_reasons()
 
     def init(self, store: Store, rank: int, world: int, group: str) -> None:
         own = self._ctx.resources.get(self._key)
@@ -88,9 +85,8 @@ class PeerAllReduce(GroupMember):
         self._leaving = LeavingWord(own[self.layout.left :][:_INTEGER])
         self._table = torch.full((world,), own.data_ptr(), dtype=torch.int64, device=own.device)
         _, self._block, warps = whole_rows(self._hidden_size, operands=2)
-        self._warps = min(
-            warps, max(1, self._block // _WARP)
-        )  # no element in two warps, which do not wait for each other
+        # No element in two warps, which would not wait for each other.
+        self._warps = min(warps, max(1, self._block // _WARP))
         self._programs = _programs(own.device, self._warps)
         self._load()
         store.set(f"programs/{rank}", str(self._programs))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hardpoint_plugin_api import PlatformError
+from hardpoint_plugin_api import PlatformError, Reason
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -34,6 +34,14 @@ def segments_expand() -> bool:
     """
     settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     return "expandable_segments:true" in settings.replace(" ", "").lower()
+
+
+def allocator_reasons() -> list[Reason]:
+    """Reasons against memory that torch's allocator keeps to its process."""
+    if not segments_expand():
+        return []
+    fix = "leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+    return [Reason("allocator", "memory of expandable segments has no handle for other processes", fix=fix)]
 
 
 class _Handle(ctypes.Structure):

@@ -58,9 +58,12 @@ def join_start(config: EngineConfig, lost: Lost) -> EngineConfig:
         try:
             number, config = _gathered(store, config, until)
             break
-        except RuntimeError:  # the server that served the store has ended: wait for its successor
+        except RuntimeError as error:  # the server that served the store has ended: wait for its successor
             if time.monotonic() >= until:
-                raise
+                raise EngineDeadError(
+                    f"the server of replica 0 ended within {config.core_start_timeout} seconds (--core-start-timeout), "
+                    "and no other took its place; start it again"
+                ) from error
     own = _connected(config, config.core_start_timeout)  # a thread that waits keeps others from using its connection
     threading.Thread(target=_watch, args=(own, number + 1, lost), name="hardpoint-starts", daemon=True).start()
     return config.meeting_in(str(number))
