@@ -376,6 +376,19 @@ def test_a_grammar_that_takes_too_much_memory_is_refused(llm: LLM, monkeypatch: 
         tried.close()
 
 
+def test_an_allocation_that_fails_while_compiling_is_no_fault_of_the_grammar(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python raises MemoryError where the compiler would abort. The child answers both alike."""
+
+    def fail(*_: object) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr("hardpoint.structured.grammars._grammar", fail)
+    with pytest.raises(MemoryError):
+        Grammars.of(llm.tokenizer, llm.client.facts.vocab_size).start(DATE)
+
+
 def test_compiled_grammars_are_kept_within_a_bound_of_bytes(llm: LLM) -> None:
     tokenizer = llm.tokenizer
     bounded = Grammars(

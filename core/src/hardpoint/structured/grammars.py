@@ -132,6 +132,8 @@ def _compiled(structure: StructuredOutput, tokens: llguidance.LLTokenizer) -> ll
     limits = LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
     try:
         matcher = LLMatcher(tokens, _grammar(structure, tokens), log_level=0, limits=limits)
+    except MemoryError:  # the limit of the process that tries constraints, which has its own error
+        raise
     except Exception as error:  # ValueError for malformed JSON, and whatever the Rust side says
         raise _refused(structure, str(error)) from error
     if matcher.is_error():

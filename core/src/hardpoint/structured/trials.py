@@ -161,9 +161,9 @@ def _serve(max_memory: int) -> None:
     most = _data_bytes() + max_memory
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     for line in lines:
-        fields = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         try:
+            fields = json.loads(line)
             grammars.start(StructuredOutput(**{**fields, "choices": tuple(fields["choices"])}))
             answer = ""
         except RequestError as error:
