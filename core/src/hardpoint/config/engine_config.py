@@ -19,6 +19,8 @@ from hardpoint_plugin_api import FAMILIES, ConfigChange, ConfigError, ConfigKey,
 
 PluginKeys = Mapping[str, Mapping[str, ConfigKey]]
 """The keys that each plugin owns, by the plugin's name."""
+_OF_ONE_SERVER = ("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local")
+"""Settings that say which replicas a server has. Other servers have other values."""
 
 
 class EngineConfig(EngineSettings):
@@ -142,10 +144,10 @@ class EngineConfig(EngineSettings):
         if self.executor not in (None, "mp", "ray", "torchrun"):
             executor = written("executor", self.executor, origins)
             raise ConfigError(f"{shared}, and {executor} does not serve that; {own}")
-        keys = ("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local")
-        numbered = [written(key, getattr(self, key), origins) for key in keys if getattr(self, key) is not None]
+        numbered = [key for key in _OF_ONE_SERVER if getattr(self, key) is not None]
         if is_launched and numbered:
-            raise ConfigError(f"{numbered[0]}: torchrun numbers the ranks of all replicas; leave it out")
+            key = written(numbered[0], getattr(self, numbered[0]), origins)
+            raise ConfigError(f"{key}: torchrun numbers the ranks of all replicas; leave it out")
 
     def _check_balancing(self, origins: Mapping[str, str]) -> None:
         """Raise ConfigError where experts cannot be balanced as asked."""
@@ -388,6 +390,11 @@ class EngineConfig(EngineSettings):
     def explicit(self) -> frozenset[str]:
         """The keys that the user set, a plugin's as ``"acme.key"``; nothing else may override them."""
         return self._explicit
+
+    @property
+    def explicit_on_all_servers(self) -> frozenset[str]:
+        """``explicit`` without the keys that say which replicas one server has: all servers need the same values."""
+        return self._explicit.difference(_OF_ONE_SERVER)
 
     def explicit_settings(self) -> dict[str, Any]:
         """The settings that the user gave, as a configuration file has them: plugins' keys in their own sections."""

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 Rows = tuple[tuple[str | None, ...], ...]
 
 
-_OF_ONE_SERVER = frozenset({"data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"})
-"""Settings that say which replicas a server has: those of other servers differ."""
-
-
 @dataclass(frozen=True)
 class Choices:
     """The plugins in their order, each as name, distribution, version and entry value; and who serves what."""
@@ -62,7 +58,7 @@ def _given(config: EngineConfig) -> dict[str, object]:
     """The user's settings that all must have. The rest follows from them, and from plugins, which are compared too."""
     settings = config.model_dump()
     found: dict[str, object] = {}
-    for key in config.explicit - _OF_ONE_SERVER:
+    for key in config.explicit_on_all_servers:
         section, dot, name = key.partition(".")
         found[key] = settings["plugin_config"][section][name] if dot else settings[key]
     return found
