@@ -389,6 +389,7 @@ def _start_here(config: EngineConfig) -> tuple[Frontend, CoreClient]:
     blueprint = draw(config)
     mark("selection")
     frontend = Frontend.load(config, blueprint.folder)
+    frontend.check_vocabulary(blueprint.facts.vocab_size)
     mark("tokenizer")
     return frontend, EngineCore.start(blueprint)
 

@@ -72,7 +72,8 @@ def serve_api(
     share_log(settings)
     take_short_turns()
     try:
-        service = Service(EngineHost(config, functools.partial(connect_shared, connection=place.engine)), settings)
+        connect = functools.partial(connect_shared, connection=place.engine, is_first=place.number == 0)
+        service = Service(EngineHost(config, connect), settings)
         service.created = place.created
         service.open = OpenRequests(place.open_requests, place.number)
         service.store, service.traces = open_store(settings, place.number), open_traces(settings)

@@ -114,6 +114,14 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
+    def highest_id(self) -> int:
+        """The highest id of a token, added ones included; -1 without tokens. Ids that are not added are taken to have
+        no gaps: a look at each would take a tenth of a second.
+        """
+        own = self.backend.get_vocab_size(with_added_tokens=False) - 1
+        return max([own, *self.backend.get_added_tokens_decoder()])
+
+    @property
     def bos_token_id(self) -> int | None:
         """The id of the beginning-of-text token; None where the checkpoint names none."""
         return self._named("bos_token")

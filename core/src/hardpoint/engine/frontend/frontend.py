@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,14 @@ from hardpoint.parsers import Parsers, choose_parsers
 from hardpoint.structured import Trials
 from hardpoint.tokenizer import ChatTemplate, NoTokenizer, Tokenizer, read_tokenizer_config
 from hardpoint.tokenizer.mistral_chat import load_chat_template
-from hardpoint_plugin_api import RequestError
+from hardpoint_plugin_api import CheckpointError, RequestError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from hardpoint.engine.remote.shared_core import SharedCore
+
+logger = logging.getLogger(__name__)
 
 
 class Frontend:
@@ -149,6 +152,27 @@ class Frontend:
             options["cache_salt"] = prompt.cache_salt
         return Conversation(core, self.tokenizer, prompt, params, self.eos_token_ids, request_id, seed, **options)
 
+    def check_vocabulary(self, size: int, *, is_told: bool = True) -> None:
+        """Compare the tokenizer with the model's vocabulary of ``size``. Fewer tokens than that are usual: vocabularies
+        are padded. Log a warning, unless ``is_told`` is False, where the tokenizer has ids beyond.
+
+        Raises CheckpointError where such an id is put around every text, so that no text could be encoded.
+        """
+        highest = self.tokenizer.highest_id
+        if highest < size:
+            return
+        ids, do = (f"ids {size} to {highest}", "do") if highest > size else (f"id {size}", "does")
+        where = f"{ids} of the tokenizer in {self._folder}"
+        differs = f"{where} {do} not exist in the model, whose vocabulary has {size} tokens"
+        around = sorted(i for i in self.tokenizer.encode("") if i >= size)
+        if around:
+            raise CheckpointError(
+                f"{differs}, and id {around[0]} is put around every text: no text can be encoded; name the model's "
+                "tokenizer (--tokenizer), or send token ids (--skip-tokenizer-init)"
+            )
+        if is_told:
+            logger.warning("%s; requests that hold them are refused (--tokenizer names the tokenizer)", differs)
+
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """The tokens that end an output."""
@@ -168,6 +192,7 @@ def connect(config: EngineConfig, *, own_process: bool, start: StartCore | None 
     try:
         frontend = Frontend.load(config, folder)
         core.wait_until_ready(config.core_start_timeout if own_process else None)
+        frontend.check_vocabulary(core.facts.vocab_size)
     except BaseException:
         core.close()
         raise
@@ -197,10 +222,13 @@ def start_core(config: EngineConfig, *, own_process: bool) -> OwnedCore:
     return RemoteCore(ProcessLink if own_process else ThreadLink, config)
 
 
-def connect_shared(config: EngineConfig, connection: Connection) -> tuple[Frontend, SharedCore]:
+def connect_shared(
+    config: EngineConfig, connection: Connection, *, is_first: bool = True
+) -> tuple[Frontend, SharedCore]:
     """Take part in a core that another process shares by a Hub, and read the checkpoint's text side meanwhile.
 
-    Raises what either raises, with nothing left behind. Needs no torch.
+    Only a process that ``is_first`` warns of a tokenizer that differs from the model. Raises what either raises, with
+    nothing left behind. Needs no torch.
     """
     from hardpoint.engine.remote.shared_core import SharedCore
 
@@ -208,6 +236,7 @@ def connect_shared(config: EngineConfig, connection: Connection) -> tuple[Fronte
     try:
         frontend = Frontend.load(config, model_location(config))
         core.wait_until_ready()
+        frontend.check_vocabulary(core.facts.vocab_size, is_told=is_first)
     except BaseException:
         core.close()
         raise
