@@ -272,6 +272,34 @@ def test_a_choice_that_does_not_exist_is_refused_though_nothing_asks_for_it(
     assert message in capsys.readouterr().err
 
 
+_CUDA = "Plugin cuda has it, and is left out by --plugins: add cuda to --plugins."
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--use", "attention=cuda_hopper_latent"], f"Asked for by --use attention. {_CUDA}"),
+        (["--attention-backend", "cuda_hopper_latent"], f"Asked for by --attention-backend. {_CUDA}"),
+        (["--deny", "attention=cuda_hopper_latent"], f"It stands in --deny. {_CUDA}"),
+        (["--platform", "cuda"], f"unknown platform 'cuda'; known: cpu. {_CUDA}"),
+        (["--device", "h100"], _CUDA),
+        (
+            ["--use", "linear=triton_int8_gemm"],
+            "Plugins cuda, rocm, xpu have it, and are left out by --plugins: add the one to use.",
+        ),
+    ],
+)
+def test_a_choice_of_a_plugin_that_is_left_out_names_the_plugin(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("cpu", "cuda", "rocm", "xpu"):
+        pytest.importorskip(f"hardpoint_{name}")
+    assert run(["explain", "--plugins", "cpu", *options]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(told)
+    assert run(["explain", "--plugins", "cpu", "--use", "attention=nobodys"]) == 2
+    assert "Plugin" not in capsys.readouterr().err
+
+
 def test_a_choice_that_decides_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("hardpoint_cpu")
     used = ["--use", "op.rms_norm=reference", "--linear-backend", "torch", "--tool-parser", "none"]

@@ -113,6 +113,24 @@ def test_only_selected_plugins_are_used(installed: Installer) -> None:
     assert [r.name for r in discover([]).records if r.is_usable] == ["core"]
 
 
+def test_plugins_that_are_not_used_and_have_a_name(installed: Installer) -> None:
+    installed("kit", "squatter", "twin_a", "twin_b")
+    plugins = discover([])
+    left_out = "Plugin {0} has it, and is left out by --plugins: add {0} to --plugins."
+    assert plugins.told_unused("op", "kit_norm", "kit_fast") == left_out.format("kit")
+    assert plugins.told_unused("op", "kit_norm") == left_out.format("kit")
+    assert plugins.told_unused("op", "kit_norm", "kit_slow") == ""
+    assert plugins.told_unused("op", "rms_norm", "kit_fast") == ""
+    assert plugins.told_unused("linear", name="squatted") == left_out.format("squatter")
+    assert plugins.told_unused_device("kit-1") == left_out.format("kit")
+    assert plugins.told_unused_device("kit-2") == ""
+    every = discover()
+    assert every.told_unused("op", "kit_norm", "kit_fast") == ""
+    refused = every.told_unused("linear", name="squatted")
+    assert refused.startswith("Plugin squatter (squatter-hardpoint 1.0) has it, and is not used: ")
+    assert refused.endswith(f"{every.record('squatter').reason}.")
+
+
 def test_a_distribution_stands_for_the_one_plugin_that_it_brings(installed: Installer) -> None:
     installed("zebra")
     plugins = discover()

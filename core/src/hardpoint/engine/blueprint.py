@@ -287,14 +287,16 @@ def _check_slots(config: EngineConfig, plugins: PluginSet) -> None:
         family_name, _, of_name = slot.partition(".")
         names = {offer.contribution.name for offer in plugins.offers(family_name, of_name or None)}
         if name not in names:
-            raise UnknownNameError(f"{slot} implementation", name, names, "It stands in --deny.")
+            unused = plugins.told_unused(family_name, of_name or None, name)
+            raise UnknownNameError(f"{slot} implementation", name, names, _sentences("It stands in --deny.", unused))
     for family in FAMILIES.values():
         known = {str(offer.contribution.of) for offer in plugins.offers(family.name)} if family.has_of else set()
         chosen = {slot.partition(".")[2] for slot in config.use if slot.startswith(f"{family.name}.")}
         if family.name == "op":
             chosen |= {name[1:] for name in config.custom_ops if name[0] in "+-"}
         for of in sorted(chosen - known):
-            raise UnknownNameError(family.name, of, known, "It stands in --use or --custom-ops.")
+            unused = plugins.told_unused(family.name, of)
+            raise UnknownNameError(family.name, of, known, _sentences("It stands in --use or --custom-ops.", unused))
     settings = _settings(config, None)
     for slot in config.choices:
         family_name, _, of_name = slot.partition(".")
@@ -302,9 +304,14 @@ def _check_slots(config: EngineConfig, plugins: PluginSet) -> None:
         names = {offer.contribution.name for offer in plugins.offers(family_name, of_name or None)}
         names |= {"none"} if family_name in _PARSERS else set()
         # A platform is looked for elsewhere; "NAME+padN" adapts NAME, and is the selector's to know.
-        if wanted and family_name != "platform" and wanted.name.partition("+")[0] not in names:
+        if wanted and family_name != "platform" and (name := wanted.name.partition("+")[0]) not in names:
             title = slot.replace(".", " ", 1)
-            raise UnknownNameError(f"{title} implementation", wanted.name, names, f"Asked for by {wanted.flag}.")
+            hint = _sentences(f"Asked for by {wanted.flag}.", plugins.told_unused(family_name, of_name or None, name))
+            raise UnknownNameError(f"{title} implementation", wanted.name, names, hint)
+
+
+def _sentences(*sentences: str) -> str:
+    return " ".join(filter(None, sentences))
 
 
 def _warn_of_unasked(config: EngineConfig, selector: Selector) -> None:

@@ -56,7 +56,9 @@ def method_name(config: EngineConfig, checkpoint: Checkpoint, plugins: PluginSet
     known = {k for k in every if not _is_online(k)} if stored else {_typed(k) for k in every}
     if name not in known:
         where = f"It stands in {checkpoint.config_path}." if stored else "Asked for by --quantization."
-        raise removed_quantization(name, where, known) or UnknownNameError("quantization method", name, known, where)
+        gone = removed_quantization(name, where, known)
+        hint = " ".join(filter(None, [where, plugins.told_unused("quantization", name)]))
+        raise gone or UnknownNameError("quantization method", name, known, hint)
     return name
 
 

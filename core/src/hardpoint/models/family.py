@@ -68,9 +68,9 @@ def known_architecture(checkpoint: Checkpoint, plugins: PluginSet) -> str:
     if architecture not in known and ANY in known:
         known |= known_architectures()
     if architecture not in known:
-        raise UnknownNameError(
-            "model architecture", architecture, known - {ANY}, f"It stands in {checkpoint.config_path}."
-        )
+        unused = plugins.told_unused("model", architecture)
+        hint = " ".join(filter(None, [f"It stands in {checkpoint.config_path}.", unused]))
+        raise UnknownNameError("model architecture", architecture, known - {ANY}, hint)
     return architecture
 
 

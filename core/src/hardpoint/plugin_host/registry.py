@@ -94,6 +94,24 @@ class PluginSet:
         """Return the contributions of one plugin, none where it is not usable."""
         return list(self._made[record]) if record.is_usable else []
 
+    def told_unused(self, family: str, of: str | None = None, name: str | None = None) -> str:
+        """Sentences about installed plugins that are not used and would contribute to ``family``: for ``of``, by
+        ``name``, where these are given. Each says how to have the plugin used. Empty where there are none.
+        """
+
+        def has_it(record: PluginRecord) -> bool:
+            return any(
+                c.family == family and (of is None or c.of in (of, ANY)) and name in (None, c.name)
+                for c in record.contributions
+            )
+
+        return _told(record for record in self.records if not record.is_usable and has_it(record))
+
+    def told_unused_device(self, name: str) -> str:
+        """The same about plugins with a device preset ``name``."""
+        unused = (r for r in self.records if not r.is_usable and r.manifest)
+        return _told(r for r in unused if r.manifest and any(device.name == name for device in r.manifest.devices))
+
     @cached_property
     def _made(self) -> Mapping[PluginRecord, Sequence[Offer]]:
         """The offers of each plugin, usable or not."""
@@ -225,3 +243,18 @@ class PluginSet:
 
     def _active(self) -> list[str]:
         return [r.name for r in self.records if r.status == "active"]
+
+
+def _told(unused: Iterable[PluginRecord]) -> str:
+    """Sentences about plugins that have something asked for and are not used; see PluginSet.told_unused."""
+    left_out, others = [], []
+    for record in unused:
+        if record.status == "not-selected":
+            left_out.append(record.name)
+        else:
+            others.append(f"Plugin {record.title} has it, and is not used: {record.reason}.")
+    if len(left_out) == 1:
+        others.insert(0, f"Plugin {left_out[0]} has it, and is left out by --plugins: add {left_out[0]} to --plugins.")
+    elif left_out:
+        others.insert(0, f"Plugins {', '.join(left_out)} have it, and are left out by --plugins: add the one to use.")
+    return " ".join(others)

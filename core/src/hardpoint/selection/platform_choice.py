@@ -64,7 +64,8 @@ def choose_platform(plugins: PluginSet, settings: Settings) -> PlatformChoice:
     if choice:
         names = {o.contribution.name for o in offers}
         if choice.name not in names:
-            raise UnknownNameError("platform", choice.name, names, WHERE_PLUGINS_ARE)
+            where = plugins.told_unused("platform", name=choice.name) or WHERE_PLUGINS_ARE
+            raise UnknownNameError("platform", choice.name, names, where)
         offers = [o for o in offers if o.contribution.name == choice.name]
     answers = {offer: _ask(plugins, offer) for offer in offers}
     found = {o: a[1] for o, a in answers.items() if isinstance(a, tuple)}
@@ -97,7 +98,7 @@ def preset_choice(plugins: PluginSet, settings: Settings, name: str) -> Platform
     """
     presets = plugins.devices()
     if name not in presets:
-        raise _unknown_preset(name, presets)
+        raise _unknown_preset(name, presets, plugins.told_unused_device(name) or WHERE_PLUGINS_ARE)
     device = presets[name]
     choice = settings.choice("platform", None)
     if choice and choice.name != device.platform:
@@ -206,9 +207,9 @@ def _has_platform(record: PluginRecord) -> bool:
     return any(c.family == "platform" for c in record.contributions)
 
 
-def _unknown_preset(name: str, presets: Mapping[str, DeviceInfo]) -> UnknownNameError:
+def _unknown_preset(name: str, presets: Mapping[str, DeviceInfo], where: str) -> UnknownNameError:
     """The error about ``--device NAME``; for a platform's name it says which devices that platform has."""
     own = sorted(preset for preset, device in presets.items() if device.platform == name)
     if own:
         return UnknownNameError("device", name, own, f"{name!r} is a platform; on this machine: --platform {name}.")
-    return UnknownNameError("device", name, presets, WHERE_PLUGINS_ARE)
+    return UnknownNameError("device", name, presets, where)
