@@ -89,6 +89,13 @@ class RanksSwapped(TorchDistributed):
         return gathered if rows is not None else torch.cat(gathered.chunk(self._world)[::-1])
 
 
+class ColumnsByRows(TorchDistributed):
+    """Reads the ranks' columns one below the other as if they were side by side."""
+
+    def all_gather_columns(self, x: Tensor) -> Tensor:
+        return super().all_gather(x).view(x.shape[0], -1)
+
+
 class UnevenIgnored(TorchDistributed):
     """Gives everybody's rows with the padding still between."""
 
@@ -172,7 +179,7 @@ class OneBuffer(TorchDistributed):
 
     def init(self, *args: object) -> None:
         super().init(*args)  # type: ignore[arg-type]
-        self._buffer = torch.empty(1 << 20, dtype=torch.uint8)
+        self._buffer = torch.empty(1 << 23, dtype=torch.uint8)
 
     def all_gather(self, x: Tensor, rows: Rows = None) -> Tensor:
         result = super().all_gather(x, rows)
@@ -280,6 +287,7 @@ PLANTED: dict[str, tuple[type[Communicator], str, str]] = {
     "sums that differ by rank": (OwnFirst, "all_reduce/*", "agree"),
     "ranks swapped": (RanksSwapped, "all_gather/*", "values"),
     "uneven rows ignored": (UnevenIgnored, "all_gather/*", "values"),
+    "columns not side by side": (ColumnsByRows, "all_gather_columns/*", "values"),
     "neighbour's share": (WrongShare, "reduce_scatter/*", "values"),
     "root ignored": (RootIgnored, "broadcast/*", "values"),
     "input summed in place": (SumsInPlace, "reduce_scatter/*", "inputs"),

@@ -101,6 +101,7 @@ def test_sums_in_the_order_of_ranks(kind: type[Communicator]) -> None:
 CALLS: dict[str, Callable[[RankGroup, torch.Tensor], object]] = {
     "all_reduce": lambda group, x: group.all_reduce(x),
     "all_gather": lambda group, x: group.all_gather(x),
+    "all_gather_columns": lambda group, x: group.all_gather_columns(x),
     "reduce_scatter": lambda group, x: group.reduce_scatter(x),
     "broadcast": lambda group, x: group.broadcast(x, 0),
     "send": lambda group, x: group.send(x, 1),
@@ -127,7 +128,8 @@ def test_what_is_not_implemented_raises(call: str) -> None:
     ctx = cast(Any, SimpleNamespace(parallel=alone()))
     made = Nothing(ctx, CommunicatorWorkload(dtype="float32", parallel="tp", ranks=2))
     group = Group("tp", (0, 1), 0, [(None, made)])
-    with pytest.raises(NotImplementedError, match=f"the communicator Nothing has no {call}"):
+    lacking = call.removesuffix("_columns")  # which all_gather_columns calls by default
+    with pytest.raises(NotImplementedError, match=f"the communicator Nothing has no {lacking}$"):
         CALLS[call](group, torch.ones(2, 1))
 
 
@@ -176,6 +178,7 @@ def test_one_rank_gives_back_what_it_is_given() -> None:
     group, x = alone().tp, torch.ones(2)
     assert group.all_reduce(x) is x
     assert group.all_gather(x) is x
+    assert group.all_gather_columns(x) is x
     assert group.reduce_scatter(x) is x
     assert group.all_to_all(x, [2], [2]) is x
     group.broadcast(x, 0)

@@ -34,6 +34,10 @@ class Collectives(Protocol):
         """Return ``x`` [T, ...] of all ranks, concatenated in rank order, on every rank."""
         ...
 
+    def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` [T, n] of all ranks side by side in rank order, [T, N * n], on every rank."""
+        ...
+
     def reduce_scatter(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Return this rank's rows of the sum over ranks of ``x`` [sum of rows, ...]: rank i gets the i-th block of
         rows.
@@ -145,11 +149,11 @@ class Communicator(GroupMember):
     ``ctx.parallel``.
 
     It joins and leaves as a GroupMember. The other methods are those of ``Collectives``. A method that is not
-    overridden raises NotImplementedError. A method that cannot do what is asked must raise, never return its argument
-    unchanged; where another rank broke off it raises RuntimeError, as torch.distributed does. ``capturable``: the
-    methods may be captured in graphs. A contribution declares the dtypes that it can sum (``dtype``); it moves data of
-    every dtype. Where several contributions serve ranges of sizes (``tokens``), each must have every collective that
-    the model uses.
+    overridden raises NotImplementedError, but for ``all_gather_columns``, which calls ``all_gather``. A method that
+    cannot do what is asked must raise, never return its argument unchanged; where another rank broke off it raises
+    RuntimeError, as torch.distributed does. ``capturable``: the methods may be captured in graphs. A contribution
+    declares the dtypes that it can sum (``dtype``); it moves data of every dtype. Where several contributions serve
+    ranges of sizes (``tokens``), each must have every collective that the model uses.
     """
 
     capturable: ClassVar[bool] = False
@@ -169,6 +173,14 @@ class Communicator(GroupMember):
     def all_gather(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Return ``x`` [T, ...] of all ranks in rank order, as ``Collectives.all_gather`` says."""
         self._refuse("all_gather")
+
+    def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` [T, n] of all ranks side by side, as ``Collectives.all_gather_columns`` says.
+
+        By default ``all_gather`` collects the ranks' columns, and a copy puts them side by side.
+        """
+        ranks = self.workload.ranks or 1
+        return self.all_gather(x).view(ranks, *x.shape).transpose(0, 1).reshape(x.shape[0], ranks * x.shape[1])
 
     def reduce_scatter(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Return this rank's rows of the sum over ranks, as ``Collectives.reduce_scatter`` says."""

@@ -39,9 +39,7 @@ class LMHead(PluggableLayer, name="lm_head"):
         logits: torch.Tensor = self.linear(hidden, self._step)
         if self.shard is None:
             return logits
-        count, width = logits.shape
-        everyone = self._group.all_gather(logits).view(self._group.size, count, width)
-        return everyone.transpose(0, 1).reshape(count, -1)[:, : self._vocab_size]
+        return self._group.all_gather_columns(logits)[:, : self._vocab_size]
 
 
 class Embedding(PluggableLayer, name="embedding"):

@@ -97,7 +97,6 @@ class NormAcrossHeads:
 
     def _gathered(self, flat: torch.Tensor) -> torch.Tensor:
         """flat [T, n], this rank's elements -> like it, normed with those of all ranks."""
-        size, rank = self._group.size, self._group.rank
-        rows = self._group.all_gather(flat.contiguous()).unflatten(0, (size, -1)).transpose(0, 1).flatten(1)
-        whole: torch.Tensor = self._rms_norm(rows.contiguous(), rows.new_ones(rows.shape[1]), eps=self._eps)
-        return whole.chunk(size, dim=1)[rank]
+        rows = self._group.all_gather_columns(flat.contiguous())
+        whole: torch.Tensor = self._rms_norm(rows, rows.new_ones(rows.shape[1]), eps=self._eps)
+        return whole.chunk(self._group.size, dim=1)[self._group.rank]

@@ -122,6 +122,13 @@ class Group:
         with self._together("all_gather"):
             return self._for(x.shape[0] if rows is None else max(rows)).all_gather(x, rows)
 
+    def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """See Collectives."""
+        if self.size == 1:
+            return x
+        with self._together("all_gather_columns"):
+            return self._for(x.shape[0]).all_gather_columns(x)
+
     def reduce_scatter(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """See Collectives."""
         if self.size == 1:

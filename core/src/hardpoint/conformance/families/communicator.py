@@ -29,7 +29,10 @@ from hardpoint_plugin_api.requirements import TokensRequirement
 
 ERRORS = ErrorModel()
 SUMS = ("all_reduce", "reduce_scatter")
-MOVES = ("all_gather", "broadcast", "send_recv", "all_to_all")
+MOVES = ("all_gather", "all_gather_columns", "broadcast", "send_recv", "all_to_all")
+_EQUAL_ROWS = ("all_reduce", "all_gather_columns", "broadcast")
+"""Collectives that take as many rows on every rank."""
+
 _NEEDED = {
     "tp": ("a model that is divided by tensors", ("all_reduce", "all_gather")),
     "pp": ("a model that is divided into stages", ("send_recv",)),
@@ -54,6 +57,9 @@ _UNEVEN = {"uneven": (2, 5, 3, 1), "some-none": (0, 3, 0, 4), "last-none": (4, 1
 
 _WIDTHS = {"even": (64,), "odd": (33,), "flat": (), "deep": (3, 5)}
 """The shape behind the rows."""
+
+_MATRICES = ("even", "odd")
+"""The widths of tensors with two axes."""
 
 _ENOUGH = 10.0
 """Seconds in which ``close``, and a collective after ``abort``, must have ended."""
@@ -112,13 +118,16 @@ class CommunicatorTrials:
 
 
 _EXCLUDED: Exclusions = {
-    ("collective", "rows"): lambda name, rows: rows in _UNEVEN and name in ("all_reduce", "broadcast"),
-    ("rows", "width"): lambda rows, width: rows == "large" and width not in ("even", "odd"),
+    ("collective", "rows"): lambda name, rows: rows in _UNEVEN and name in _EQUAL_ROWS,
+    ("collective", "width"): lambda name, width: name == "all_gather_columns" and width not in _MATRICES,
+    ("rows", "width"): lambda rows, width: rows == "large" and width not in _MATRICES,
 }
-"""Some collectives take as many rows on every rank; large tensors have wide rows."""
+"""Some collectives take as many rows on every rank, or matrices alone; large tensors have wide rows."""
 
 
 def _has(subject: Subject, name: str) -> bool:
+    if name == "all_gather_columns" and _has(subject, "all_gather"):
+        return True  # which it calls unless it is overridden
     methods = ("send", "recv") if name == "send_recv" else (name,)
     return all(getattr(subject.target, m) is not getattr(Communicator, m) for m in methods)
 
@@ -195,6 +204,8 @@ class Exchange:
             return [comm.reduce_scatter(x, given)]
         if self.collective == "all_gather":
             return [comm.all_gather(x, given)]
+        if self.collective == "all_gather_columns":
+            return [comm.all_gather_columns(x)]
         if self.collective == "all_to_all":
             return [comm.all_to_all(x, self.counts[rank], [row[rank] for row in self.counts])]
         if self.collective == "broadcast":
@@ -227,6 +238,8 @@ class Exchange:
             return [(own, true)]
         if self.collective == "all_gather":
             wanted = [torch.cat(self.given)]
+        elif self.collective == "all_gather_columns":
+            wanted = [torch.cat(self.given, 1)]
         elif self.collective == "all_to_all":
             parts = [x.split(sent)[rank] for x, sent in zip(self.given, self.counts, strict=True)]
             wanted = [torch.cat(parts)]
@@ -401,11 +414,12 @@ def order(group: CommunicatorGroup, present: Sequence[str], plan: Plan) -> Findi
     calls = []
     for number in range(5 * len(present)):
         name = present[number % len(present)] if number < len(present) else drawn.choice(present)
-        rows = drawn.choice([*_ROWS.values(), *([] if name in ("all_reduce", "broadcast") else _UNEVEN.values())])
+        rows = drawn.choice([*_ROWS.values(), *([] if name in _EQUAL_ROWS else _UNEVEN.values())])
         most = min((r.max for r in _ranges(group.subject) if r.max is not None), default=None)
         least = max((r.min for r in _ranges(group.subject)), default=0)
         if most is None and least <= 1:
-            calls.append(Exchange(name, dtype, rows[:world], drawn.choice([*_WIDTHS.values()]), plan.seed + number))
+            width = _WIDTHS[drawn.choice([*(_MATRICES if name == "all_gather_columns" else _WIDTHS)])]
+            calls.append(Exchange(name, dtype, rows[:world], width, plan.seed + number))
         else:
             size = drawn.randint(max(1, least), min(most or least + 7, least + 7))
             calls.append(Exchange(name, dtype, (size,) * world, (world * 8,), plan.seed + number))

@@ -72,7 +72,7 @@ class LinearStandIn(_StandIn):
         if self.shard is not None and self.style.startswith("rowwise"):
             y = self._group.all_reduce(y)
         if self.shard is not None and self.style == "colwise_gather_output":
-            y = self._group.all_gather(y).view(self._group.size, *y.shape).transpose(0, 1).reshape(y.shape[0], -1)
+            y = self._group.all_gather_columns(y)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
