@@ -18,12 +18,7 @@ import triton
 import triton.language as tl
 
 from hardpoint.kernels.norm import normed
-
-
-@triton.jit
-def _pointer(address, kind):
-    """``address`` as a pointer of type ``kind``; all parts of the memory begin at multiples of 16 bytes."""
-    return tl.multiple_of(address.to(kind), 16)
+from hardpoint_cuda.kernels.meeting import pointer
 
 
 @triton.jit(do_not_specialize=["num_rows", "most", "rank", "turns_at", "left_at"])
@@ -61,11 +56,11 @@ def allreduce_add_rms_norm_kernel(
     dtype = x_ptr.dtype.element_ty
     word: tl.constexpr = tl.int16 if x_ptr.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
     absent: tl.constexpr = -(2 ** (x_ptr.dtype.element_ty.primitive_bitwidth - 1))
-    inbox = _pointer(own, tl.pointer_type(word))
-    left_ptr = _pointer(own + left_at, tl.pointer_type(tl.int32))
+    inbox = pointer(own, tl.pointer_type(word))
+    left_ptr = pointer(own + left_at, tl.pointer_type(tl.int32))
     left = tl.load(left_ptr, volatile=True)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        turn_ptr = _pointer(own + turns_at, tl.pointer_type(tl.int32)) + row
+        turn_ptr = pointer(own + turns_at, tl.pointer_type(tl.int32)) + row
         turn = tl.load(turn_ptr)
         at = row * n.to(tl.int64) + columns
         sent = tl.load(x_ptr + at, mask=inside, other=0.0).to(word, bitcast=True)
@@ -73,7 +68,7 @@ def allreduce_add_rms_norm_kernel(
         first = (turn * WORLD).to(tl.int64)
         for step in tl.static_range(WORLD):
             peer = tl.load(peers_ptr + (rank + step + 1) % WORLD)  # the others first, then this rank
-            to = _pointer(peer, tl.pointer_type(word)) + ((first + rank) * most + row) * n
+            to = pointer(peer, tl.pointer_type(word)) + ((first + rank) * most + row) * n
             tl.store(to + columns, sent, mask=inside)
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
