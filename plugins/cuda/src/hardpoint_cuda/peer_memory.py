@@ -107,11 +107,12 @@ class LeavingWord:
 
     def write(self) -> None:
         """Write a one, from any thread. A stream of its own copies it while kernels run."""
-        if self._aside is None:
-            self._word.copy_(self._one)
-            return
-        with torch.cuda.device(self._word.device), torch.cuda.stream(self._aside):
-            self._word.copy_(self._one, non_blocking=True)
+        with torch.inference_mode():  # the memory may have been made in it, and this thread may not be
+            if self._aside is None:
+                self._word.copy_(self._one)
+                return
+            with torch.cuda.device(self._word.device), torch.cuda.stream(self._aside):
+                self._word.copy_(self._one, non_blocking=True)
 
 
 class _Driver:
