@@ -37,7 +37,7 @@ PEER_MEMORY: dict[str, Any] = {"enable_expert_parallel": True, "all2all_backend"
 def test_two_devices(family: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
     if torch.accelerator.device_count() < 2:
         pytest.skip("needs two devices")
-    if settings is PEER_MEMORY and torch.version.cuda is None:
+    if (settings is PEER_MEMORY or "communicator" in settings) and torch.version.cuda is None:
         pytest.skip("needs NVIDIA's devices")
     model = write_checkpoint(tmp_path, family, **changes)
     prompts = random_prompts(8, 40, seed=1)
@@ -85,11 +85,12 @@ EVERY_EXPERT: dict[str, Any] = WIDE | {"num_experts": 8, "num_experts_per_tok": 
     ("family", "changes", "settings"),
     [
         ("qwen3", WIDE, {}),
+        ("qwen3", WIDE, {"communicator": "cuda_peer"}),
         ("qwen3_moe", EVERY_EXPERT, {"enable_expert_parallel": True}),
         ("qwen3_moe", EVERY_EXPERT, {"enable_expert_parallel": True, "all2all_backend": "all_to_all"}),
         ("qwen3_moe", EVERY_EXPERT, PEER_MEMORY),
     ],
-    ids=["tp2", "ep2", "ep2-all_to_all", "ep2-peer_memory"],
+    ids=["tp2", "tp2-peer", "ep2", "ep2-all_to_all", "ep2-peer_memory"],
 )
 def test_logits_of_two_devices_are_those_of_one(
     family: str, changes: dict[str, Any], settings: dict[str, Any], kernel: str, tmp_path: Path
@@ -97,7 +98,7 @@ def test_logits_of_two_devices_are_those_of_one(
     """Teacher-forced, in bfloat16; both replay captured steps, but where tokens go to the ranks of their experts."""
     if torch.accelerator.device_count() < 2:
         pytest.skip("needs two devices")
-    if settings is PEER_MEMORY and torch.version.cuda is None:
+    if (settings is PEER_MEMORY or "communicator" in settings) and torch.version.cuda is None:
         pytest.skip("needs NVIDIA's devices")
     if "flashinfer" in kernel and importlib.util.find_spec("flashinfer") is None:
         pytest.skip("FlashInfer is not installed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,11 +19,17 @@ PROGRAMS = 3
 
 
 class Addresses:
-    """As PeerMemory, for ranks in threads: each reaches the others' memory at its own address."""
+    """As PeerMemory, for ranks in threads: each reaches the others' memory at its own address.
+
+    Memory of a rank that has left stays, as an opened handle keeps it.
+    """
+
+    _kept: ClassVar[list[torch.Tensor]] = []
 
     def __init__(
         self, own: torch.Tensor, store: Store, rank: int, world: int, seconds: float, instead: str = ""
     ) -> None:
+        self._kept.append(own)
         store.set(f"memory/{rank}", str(own.data_ptr()))
         patience = timedelta(seconds=max(seconds, 120))  # whatever a test gives collectives: processors may be shared
         store.wait([f"memory/{other}" for other in range(world)], patience)
@@ -54,6 +61,7 @@ def interpret_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     Triton's interpreter keeps which program it runs in one place: here each thread has its own.
     """
     interpret()
+    Addresses._kept.clear()  # ranks of earlier tests have all left
     here = threading.local()
     for name in ("grid_idx", "grid_dim"):
         monkeypatch.setattr(interpreter.InterpreterBuilder, name, _OfThread(here, name), raising=False)
