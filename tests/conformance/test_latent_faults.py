@@ -62,6 +62,27 @@ class ManyHeads(Simple):
         return found
 
 
+class TokenByToken(ManyHeads):
+    """A token's results do not depend on others."""
+
+    def one(self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope_key: Tensor) -> Tensor:
+        ends = range(latent.shape[0] - q_latent.shape[0] + 1, latent.shape[0] + 1)
+        rows = [
+            super(TokenByToken, self).one(q_latent[i : i + 1], q_rope[i : i + 1], latent[:end], rope_key[:end])
+            for i, end in enumerate(ends)
+        ]
+        return torch.cat(rows)
+
+
+class OneHeadByTheBatch(TokenByToken):
+    """Head 77 differs in its last bits where there are several requests."""
+
+    def forward(self, call: LatentCall) -> None:
+        super().forward(call)
+        if call.metadata.batch.num_requests > 1:
+            call.out[:, 77] *= 1 + 2**-22
+
+
 class LastTileOfHeadsSwapped(ManyHeads):
     """The last 16 of 128 heads have one another's results in steps with a prompt."""
 
@@ -243,6 +264,15 @@ def test_of_many_heads_some_are_judged_in_long_steps(site: Site) -> None:
     caught = tried(site, LastTileOfHeadsSwapped, cases)
     assert caught
     assert caught.check == "values", str(caught)
+
+
+def test_bits_of_all_heads_are_compared_in_long_steps(site: Site) -> None:
+    """Also of those that are not judged by values."""
+    claims = [*CLAIMS, {"feature": ["batch_invariant"]}]
+    for backend, check in ((TokenByToken, None), (OneHeadByTheBatch, "batch-invariant")):
+        made = subject(site, backend, "attention", "latent", "reference", requires=claims)
+        caught = first_failure(made, LatentTrials(), "float32/kv-float32/*/long/*")
+        assert (caught and caught.check) == check, str(caught)
 
 
 def test_a_backend_of_another_kind_is_refused(site: Site) -> None:

@@ -83,17 +83,19 @@ def bounds(probe: AttentionProbe, seed: int) -> Finding:
 
 def batch_invariant(probe: AttentionProbe, seed: int) -> Finding:
     """``batch-invariant``: a request by itself has the bits that it has in the batch, and so has a prompt's last token
-    that is computed as a decode.
+    that is computed as a decode. All heads are compared.
     """
     requests = probe.requests(seed)
     step, backend = probe.step(seed, requests, Placement.AS_DRAWN, None), probe.layers[0]
-    whole = run(probe.call_of(step, requests, lambda: backend.plan(step.batch), (seed, None, 0)))
+    run(probe.call_of(step, requests, lambda: backend.plan(step.batch), (seed, None, 0)))
+    whole, starts = step.out.clone(), step.batch.query_start_host
     for i, piece in enumerate(probe.pieces):
+        first = starts[i] + (i == 0 and probe.first_is_undefined)
         with torch.inference_mode():
             alone = _alone(backend, step, i)
             last = _alone(backend, step, i, last_only=True)
         where = f"request {i} ({piece.query} of {piece.total})"
-        if not same_bits([whole[i]], [alone[1:] if i == 0 and probe.first_is_undefined else alone]):
+        if not same_bits([whole[first : starts[i + 1]]], [alone[first - starts[i] :]]):
             return Finding.failed("batch-variant", where, "has other bits by itself than in the batch")
         if piece.query > 1 and _decodes(probe) and not same_bits([alone[-1:]], [last]):
             return Finding.failed("batch-variant", where, "its last token has other bits when it is decoded")
