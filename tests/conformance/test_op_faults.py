@@ -66,6 +66,15 @@ def zeros_for_small(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     return torch.where(x.abs().nan_to_num().amax() < 1e-2, torch.zeros_like(y), y) if y.numel() else y
 
 
+def wrong_at_one_width(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """A tuning entry of its own, for a common hidden size, whose last tile is left out of the sum of squares."""
+    if x.shape[-1] != 4096:
+        return norm(x, weight, eps=eps)
+    wide = x.float()
+    mean = wide[..., :-64].square().sum(-1, keepdim=True) / 4096
+    return (weight * (wide * torch.rsqrt(mean + eps)).to(x.dtype)).to(x.dtype)
+
+
 def damages_input(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     y = norm(x, weight, eps=eps)
     if x.numel():
@@ -215,6 +224,7 @@ PLANTED: dict[str, Planted] = {
     "half-precision accumulation": (plain(half_accumulation), "values", "*", {"dtype": "bfloat16"}),
     "scale inverted": (plain(scale_inverted), "values", "*", {}),
     "zero output below the tolerance": (plain(zeros_for_small), "values", "*", {"code": "all-zero"}),
+    "wrong at one width": (plain(wrong_at_one_width), "values", "*", {}),
     "damaged input": (plain(damages_input), "values", "*", {"code": "mutated"}),
     "undeclared alias": (plain(returns_its_input), "values", "*", {"code": "alias"}),
     "wrong dtype": (plain(wrong_dtype), "values", "*", {"code": "structure"}),

@@ -11,7 +11,7 @@ import torch
 
 from hardpoint.ops.activation import ACTIVATIONS, activation_inputs
 from hardpoint.ops.base import Case, custom_op
-from hardpoint.ops.draw import Draw
+from hardpoint.ops.draw import COMMON_WIDTHS, Draw
 from hardpoint.ops.each_row import each_row
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.ops.quantize_rows import ROUNDED, allocate_rounded, quantize_rows, rounded_cases
@@ -67,6 +67,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
         yield Case(f"{name}_odd", (draw.normal(5, 2 * 37),), scalars, scalars)
         gate, up = draw.with_nan(3, 96), draw.normal(3, 96)
         yield Case(f"{name}_gate_nan", (torch.cat((gate, up), dim=1),), scalars, scalars)
+        for width in COMMON_WIDTHS:
+            yield Case(f"{name}_width_{width}", (draw.normal(2, 2 * width),), scalars, scalars)
 
 
 def _allocate(x: torch.Tensor, *, activation: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from hardpoint.ops.base import Case, custom_op
-from hardpoint.ops.draw import Draw
+from hardpoint.ops.draw import COMMON_WIDTHS, Draw
 from hardpoint.ops.each_row import each_row
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint_plugin_api import UnknownNameError
@@ -65,6 +65,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     for name in ACTIVATIONS:
         for kind, x in activation_inputs(draw, 96):
             yield Case(f"{name}_{kind}", (x,), {"activation": name}, {"activation": name})
+        for width in COMMON_WIDTHS:
+            yield Case(f"{name}_width_{width}", (draw.normal(2, width),), {"activation": name}, {"activation": name})
 
 
 def activation_inputs(draw: Draw, width: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from hardpoint.ops.base import Case, custom_op
-from hardpoint.ops.draw import Draw
+from hardpoint.ops.draw import COMMON_WIDTHS, Draw
 from hardpoint.ops.error_model import ErrorModel
 
 
@@ -40,6 +40,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     yield Case("one_adapter", (y, x, a, b, torch.full_like(adapters, 2)))
     yield Case("empty_slot", (y, x, a, b * torch.tensor([[1], [0], [1]], device=device), adapters))
     yield Case("non_finite_input", (y, draw.with_nan(8, 32), a, b, torch.arange(8, device=device).int() % 4 - 1))
+    for width in COMMON_WIDTHS:
+        yield case(f"width_{width}", 2, width, width, 1, 8)
 
 
 _MOST_WIDE = 1 << 23

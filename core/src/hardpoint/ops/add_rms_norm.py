@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hardpoint.ops.base import Case, custom_op
-from hardpoint.ops.draw import Draw
+from hardpoint.ops.draw import COMMON_WIDTHS, Draw
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.ops.quantize_rows import ROUNDED, allocate_rounded, quantize_rows, rounded_cases
 from hardpoint.ops.rms_norm import rms_norm
@@ -35,6 +35,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     x = draw.normal(3, 64)
     yield case("cancelling", x, -x)
     yield case("non_finite", draw.normal(3, 64), draw.with_non_finite(3, 64))
+    for width in COMMON_WIDTHS:
+        yield case(f"width_{width}", draw.normal(2, width), draw.normal(2, width))
 
 
 def _allocate(

@@ -11,7 +11,7 @@ import torch
 
 from hardpoint.ops.activation import activation_function
 from hardpoint.ops.base import Case, custom_op
-from hardpoint.ops.draw import Draw
+from hardpoint.ops.draw import COMMON_WIDTHS, Draw
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint_plugin_api import NULL_PAGE
 
@@ -74,6 +74,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     yield case("many_channels", [(1, 6), (3, 9)], 4096)
     yield case("one", [(1, 1)], 1)
     yield case("empty", [])
+    for width in COMMON_WIDTHS:
+        yield case(f"width_{width}", [(1, 6), (2, 2)], width)
 
 
 def _allocate(x: torch.Tensor, *rest: object, activation: str) -> torch.Tensor:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+COMMON_WIDTHS = (1024, 4096, 5120, 8192)
+"""Hidden sizes of common models (Llama 3, Qwen3): an op on hidden states has a case of few rows for each, since kernels
+have tiles and tuning entries of their own for them."""
+
 
 @dataclass(frozen=True)
 class Draw:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from hardpoint.ops.base import Case, custom_op
-from hardpoint.ops.draw import Draw
+from hardpoint.ops.draw import COMMON_WIDTHS, Draw
 from hardpoint.ops.error_model import ErrorModel
 
 
@@ -31,6 +31,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     ends = torch.tensor([0, 99, 0, 99], dtype=torch.int64, device=device)
     yield Case("first_and_last", (ends, draw.normal(100, 64)))
     yield Case("non_finite", (draw.integers(0, 8, 20), draw.with_non_finite(8, 64)))
+    for width in COMMON_WIDTHS:
+        yield case(f"width_{width}", 5, width, 3)
 
 
 def _allocate(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

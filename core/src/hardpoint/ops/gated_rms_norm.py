@@ -11,7 +11,7 @@ import torch
 
 from hardpoint.ops.activation import activation_function
 from hardpoint.ops.base import Case, custom_op
-from hardpoint.ops.draw import Draw
+from hardpoint.ops.draw import COMMON_WIDTHS, Draw
 from hardpoint.ops.error_model import ErrorModel
 
 Tensor = torch.Tensor
@@ -45,6 +45,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     yield case("zeros", torch.zeros(2, 2, 32, dtype=dtype, device=device))
     yield case("one", draw.normal(1, 1, 1))
     yield case("empty", draw.normal(0, 4, 64))
+    for width in COMMON_WIDTHS:
+        yield case(f"width_{width}", draw.normal(2, 1, width), own_weights=True)
 
 
 def _allocate(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, activation: str, gate_first: bool) -> Tensor:

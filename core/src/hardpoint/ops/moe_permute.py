@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from hardpoint.ops.base import Case, custom_op
-from hardpoint.ops.draw import Draw
+from hardpoint.ops.draw import COMMON_WIDTHS, Draw
 from hardpoint.ops.error_model import ErrorModel
 
 Permuted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -45,6 +45,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     yield case("non_finite", draw.with_non_finite(4, 32), random_ids(draw, 4, 2, 4), 4)
     yield case("one", draw.normal(1, 1), random_ids(draw, 1, 1, 1), 1)
     yield case("empty", draw.normal(0, 64), random_ids(draw, 0, 2, 8), 8)
+    for width in COMMON_WIDTHS:
+        yield case(f"width_{width}", draw.normal(2, width), random_ids(draw, 2, 2, 8), 8)
 
 
 def _allocate(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from hardpoint.ops.base import Case, custom_op
-from hardpoint.ops.draw import Draw
+from hardpoint.ops.draw import COMMON_WIDTHS, Draw
 from hardpoint.ops.error_model import ErrorModel
 
 
@@ -40,6 +40,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     yield case("non_finite", draw.with_non_finite(8, 32), 4, 2)
     yield case("one", draw.normal(1, 1), 1, 1)
     yield case("empty", draw.normal(0, 64), 0, 2)
+    for width in COMMON_WIDTHS:
+        yield case(f"width_{width}", draw.normal(4, width), 2, 2)
 
 
 def _allocate(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from hardpoint import numerics
 from hardpoint.dtypes import dtype_of
 from hardpoint.ops.base import Case, CaseGenerator, custom_op
-from hardpoint.ops.draw import Draw
+from hardpoint.ops.draw import COMMON_WIDTHS, Draw
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint_plugin_api import QuantSpec, Scale
 
@@ -76,6 +76,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     peaked[:, 17] = 300.0
     yield Case("peaked", (peaked,))
     yield Case("non_finite", (draw.with_non_finite(3, 64),))
+    for width in COMMON_WIDTHS:
+        yield Case(f"width_{width}", (draw.normal(2, width),))
 
 
 def _allocate(x: torch.Tensor, *, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hardpoint.ops.base import Case, custom_op
-from hardpoint.ops.draw import Draw
+from hardpoint.ops.draw import COMMON_WIDTHS, Draw
 from hardpoint.ops.each_row import each_row
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.ops.quantize_rows import ROUNDED, allocate_rounded, quantize_rows, rounded_cases
@@ -38,6 +38,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     peaked[:, 17] = 3000.0  # what "massive activations" (arXiv:2402.17762) look like
     yield case("peaked", peaked)
     yield case("non_finite", draw.with_non_finite(3, 64))
+    for width in COMMON_WIDTHS:
+        yield case(f"width_{width}", draw.normal(2, width))
 
 
 def _allocate(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
