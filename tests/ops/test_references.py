@@ -17,12 +17,13 @@ from hardpoint.ops import get, names
 from hardpoint.ops.act_and_mul import act_and_mul
 from hardpoint.ops.activation import ACTIVATIONS, activation, activation_of_hf
 from hardpoint.ops.add_rms_norm import add_rms_norm
+from hardpoint.ops.base import CustomOp
 from hardpoint.ops.linear_recurrence import linear_recurrence_chunks, linear_recurrence_step
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.ops.rotary_embedding import rotary_embedding
 from hardpoint.ops.store_kv import store_kv
-from hardpoint_plugin_api import UnknownNameError
+from hardpoint_plugin_api import NULL_PAGE, UnknownNameError
 from tests.ops.judging import DTYPES, cases, failures
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -196,3 +197,10 @@ def test_prompts_in_chunks_are_tokens_one_after_the_other() -> None:
         actual = in_chunks(*inputs, states, pages, starts, lengths, starts=first, **kwargs)
         torch.testing.assert_close(actual, out, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(states, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", [linear_recurrence_step, linear_recurrence_chunks], ids=lambda op: op.name)
+def test_one_request_of_padding_has_a_defined_result(op: CustomOp[..., Any]) -> None:
+    """Kernels advance states in place and in several threads: of more requests with the null page none is defined."""
+    found = {case.name: int((case.args[6] == NULL_PAGE).sum()) for case in cases(op, torch.float32)}
+    assert max(found.values()) == found["padded"] == 1
