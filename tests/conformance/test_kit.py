@@ -170,7 +170,7 @@ def test_shards_merge_into_the_whole(tried_plugin: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("what", "other"),
     [
-        *(("device", {key: "another"}) for key in ("platform", "name", "arch", "driver")),
+        *(("device", {key: "another"}) for key in ("platform", "name", "arch", "isa", "driver")),
         ("libraries", {"torch": "1.0"}),
         ("api_version", "9.9"),
     ],
@@ -186,7 +186,7 @@ def made_up(*results: Result) -> Certificate:
     """A certificate of nothing that was ever run."""
     return Certificate(
         plugin={"name": "tried", "version": "1.0", "content_hash": "0" * 64},
-        device={"platform": "cpu", "name": "a CPU", "arch": "x86_64", "driver": None},
+        device={"platform": "cpu", "name": "a CPU", "arch": "x86_64", "isa": "avx2", "driver": None},
         level="quick",
         seed=0,
         results=results,
@@ -266,6 +266,7 @@ def test_a_certificate_counts_for_the_content_and_device_that_it_names(tried_plu
     others = {
         "content": replace(good, plugin={**good.plugin, "content_hash": "0" * 64}),
         "device": replace(good, device={**good.device, "arch": "other"}),
+        "isa": replace(good, device={**good.device, "isa": "other"}),
         "shard": replace(good, num_shards=2),
         "case": replace(good, scope={**good.scope, "case": "float32/*"}),
         "failed": replace(good, results=(*good.results, replace(good.results[0], outcome="failed"))),
@@ -301,7 +302,7 @@ def test_a_certificate_counts_for_engines_of_its_settings(
     plugins = discover()
     passed = Result("op", "rms_norm", "tried_right", "float32/random", "values", "passed", compared=1)
     content = {"name": "tried", "version": "1.0", "content_hash": content_of(plugins.record("tried"))}
-    here = {"platform": "cpu", "arch": _cpu(plugins).arch}
+    here = {"platform": "cpu", "arch": _cpu(plugins).arch, "isa": _cpu(plugins).isa}
     replace(made_up(passed), plugin=content, device=here, settings=made).write(tmp_path / "c.json")
     assert standing(plugins, "tried_right", tmp_path, runs) == ("quick, 2026-01-01" if counts else "no")
 

@@ -246,7 +246,7 @@ def test_a_certificate_with_failures_is_read(tmp_path: Path) -> None:
 def _made_up(results: tuple[Result, ...], asked: tuple[Asked, ...]) -> Certificate:
     return Certificate(
         plugin={"name": "acme", "version": "1.0", "content_hash": "0" * 64},
-        device={"platform": "cpu", "name": "a CPU", "arch": "x86_64", "driver": None},
+        device={"platform": "cpu", "name": "a CPU", "arch": "x86_64", "isa": "avx2", "driver": None},
         level="full",
         seed=0,
         results=results,
@@ -318,7 +318,7 @@ def test_explain_and_require_certified_follow(site_folder: Path, tmp_path: Path)
     certificates = Certificates(plugins, config)
     offers = {o.contribution.name: o for o in plugins.offers("linear") if o.plugin == "proving"}
     made = read_certificate(tmp_path / "hardpoint-certificates" / "linear.json").device
-    device = DeviceInfo("cpu", "a CPU", "cpu", str(made["arch"]), memory_bytes=2**30)
+    device = DeviceInfo("cpu", "a CPU", "cpu", str(made["arch"]), memory_bytes=2**30, isa=made["isa"])
     assert str(certificates.standing(offers["right"], device)).startswith("quick, ")
     assert str(certificates.standing(offers["overclaims"], device)) == "not proved"
     refused = certificates.refusal(offers["overclaims"], device)
@@ -335,7 +335,7 @@ def test_a_certificate_counts_for_the_library_that_it_was_made_with(site_folder:
     offer = next(o for o in plugins.offers("linear") if o.contribution.name == "right")
     made = read_certificate(tmp_path / "hardpoint-certificates" / "right.json")
     assert made.wrapped["lib-gain"].version == "2.0"
-    device = DeviceInfo("cpu", "a CPU", "cpu", str(made.device["arch"]), memory_bytes=2**30)
+    device = DeviceInfo("cpu", "a CPU", "cpu", str(made.device["arch"]), memory_bytes=2**30, isa=made.device["isa"])
 
     def standing() -> str:
         return str(Certificates(plugins, config).standing(offer, device))

@@ -142,7 +142,7 @@ def test_times_depend_on_threads_and_level(threads: None) -> None:
 @pytest.mark.skipif(missing() is not None, reason="no kernels are compiled")
 def test_certificates_name_the_level_that_kernels_use() -> None:
     for given, level in (({"isa": "plain"}, "plain"), ({}, CpuPlatform(CpuPlatform.detect()).tuning_context()["isa"])):
-        assert CpuPlatform(CpuPlatform.detect(), given).info.driver == f"kernels: {level}"
+        assert CpuPlatform(CpuPlatform.detect(), given).info.isa == level
 
 
 def test_bad_input() -> None:

@@ -44,7 +44,8 @@ class DeviceInfo:
 
     ``platform``: the platform's name. ``torch_type``: the device type in ``torch.device`` strings. ``arch``: the
     architecture, as requirements match it (``sm_90``, ``gfx942``, ``x86_64``). ``memory_bytes``: per device. ``dtypes``
-    and ``features``: names. ``driver``: the driver's version; of a CPU the level of its kernels (``kernels: avx2``).
+    and ``features``: names. ``driver``: the driver's version. ``isa``: the instruction sets that compiled kernels use
+    (``avx2``), where the platform has kernels for several: others are other code, and need a certificate of their own.
     ``present``: False for a preset. ``absent_features``: features that this machine could have, each with the reason
     why it has not, and the fix.
     """
@@ -61,6 +62,7 @@ class DeviceInfo:
     fp8: Fp8Format | None = None
     numa: tuple[NumaNode, ...] = field(default=(), compare=False)
     driver: str | None = None
+    isa: str | None = None
     present: bool = True
     absent_features: tuple[tuple[str, Reason], ...] = field(default=(), compare=False)
 

@@ -29,7 +29,7 @@ from hardpoint_plugin_api import (
 from hardpoint_plugin_api.requirements import PackageRequirement, SymbolRequirement
 
 Report = dict[str, Any]
-_PLATFORM_KEYS = ("platform", "plugin", "name", "count", "arch", "memory_gib", "driver", "problem", "fix")
+_PLATFORM_KEYS = ("platform", "plugin", "name", "count", "arch", "isa", "memory_gib", "driver", "problem", "fix")
 
 
 @click.command(short_help="Report versions, devices and what is missing.")
@@ -43,7 +43,10 @@ def env(as_json: bool) -> None:
     print_table(["machine", "what it is"], report["machine"].items())
     print_table(["package", "version"], report["packages"].items())
     print_table(
-        ["platform", "plugin", "device", "count", "architecture", "memory GiB", "driver or kernels", "problem", "fix"],
+        [
+            *("platform", "plugin", "device", "count", "architecture", "kernels for", "memory GiB", "driver"),
+            *("problem", "fix"),
+        ],
         [[p.get(key) for key in _PLATFORM_KEYS] for p in report["platforms"]],
     )
     print_table(

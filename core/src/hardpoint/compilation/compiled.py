@@ -200,7 +200,7 @@ def _environment(ctx: Context) -> str:
         name: value for name, value in os.environ.items() if name.startswith(("TORCHINDUCTOR", "TORCH_COMPILE"))
     }
     variables.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    device = [ctx.device.platform, ctx.device.name, ctx.device.arch, ctx.device.driver]
+    device = [ctx.device.platform, ctx.device.name, ctx.device.arch, ctx.device.isa, ctx.device.driver]
     host = [sys.version, platform.machine(), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()]
     return json.dumps([_FORMAT, versions, variables, host, str(ctx.torch_device), device], sort_keys=True)
 

@@ -63,10 +63,10 @@ _LIBRARIES = ("torch", "triton", "numpy", "transformers", "covertable", "hardpoi
 class Certificate:
     """The findings of one run, or of several merged shards of it.
 
-    ``plugin`` holds name, distribution, version, content_hash, api and editable; ``device`` platform, name, arch and
-    driver; ``libraries`` versions. ``shards`` are the numbers that were run, of ``num_shards``. ``case_list`` is the
-    digest of all cases of all shards; ``scope`` says which contributions were asked for, and ``asked`` what there was
-    to prove of them. ``wrapped`` are the distributions that they require, as they were installed.
+    ``plugin`` holds name, distribution, version, content_hash, api and editable; ``device`` platform, name, arch, isa
+    and driver; ``libraries`` versions. ``shards`` are the numbers that were run, of ``num_shards``. ``case_list`` is
+    the digest of all cases of all shards; ``scope`` says which contributions were asked for, and ``asked`` what there
+    was to prove of them. ``wrapped`` are the distributions that they require, as they were installed.
 
     ``results`` are empty in the compact form, which has ``tallied`` alone; else ``tallied`` is empty.
     """
@@ -338,7 +338,7 @@ class Certificates:
         c, best = offer.contribution, Standing()
         for certificate in self._of(record):
             known = certificate.device
-            if (known.get("platform"), known.get("arch")) != (device.platform, device.arch):
+            if any(known.get(key) != getattr(device, key) for key in ("platform", "arch", "isa")):
                 continue
             proof = certificate.proof_of(c.family, c.of, c.name)
             if proof is None or proof.verdict == "not here" or not self._has_settings(certificate, offer, device):
@@ -377,10 +377,10 @@ class Certificates:
         )
         what = (
             f"no certificate by this kit's rules (version {KIT_VERSION}) shows it right in its installed version on "
-            f"{device.arch}, with this engine's settings"
+            f"{_kind(device)}, with this engine's settings"
         )
         if not standing.level and standing.unproved:
-            what = ": ".join(filter(None, [f"it was tried on {device.arch}, and {standing.unproved}", standing.why]))
+            what = ": ".join(filter(None, [f"it was tried on {_kind(device)}, and {standing.unproved}", standing.why]))
         elif not standing.level and standing.stale:
             what = f"its certificate was made with another library than is installed: {standing.stale}"
         return Reason(
@@ -444,3 +444,8 @@ class Certificates:
     @cached_property
     def _files(self) -> dict[Path, Certificate]:
         return {}
+
+
+def _kind(device: DeviceInfo) -> str:
+    """The device, as far as kernels depend on it."""
+    return device.arch if device.isa is None else f"{device.arch} with {device.isa}"

@@ -68,7 +68,7 @@ class Bench:
     @property
     def described(self) -> dict[str, Any]:
         """The device, as far as certificates name it; empty where it is not here."""
-        keys = ("platform", "name", "arch", "driver")
+        keys = ("platform", "name", "arch", "isa", "driver")
         return {key: getattr(self.device, key) for key in keys} if self.device else {}
 
     @property

@@ -126,16 +126,16 @@ class CpuPlatform(Platform):
         self._cpus = chosen_cpus(str(self.config.get("bind", "")), usable_cpus())
         self._level = _level(str(self.config.get("isa", "auto")))
         if self._level is not None:
-            self.info = replace(info, driver=f"kernels: {self._level}")
+            self.info = replace(info, isa=self._level)
         self._memory = CpuMemory()
 
     @classmethod
     def detect(cls) -> DeviceInfo:
-        """Describe this host's CPU; there always is one. Where kernels were compiled, ``driver`` names their level."""
+        """Describe this host's CPU; there always is one. Where kernels were compiled, ``isa`` names their level."""
         info = describe()
         if reason := missing():
             return replace(info, features=info.features - {FEATURE}, absent_features=((FEATURE, reason),))
-        return replace(info, driver=f"kernels: {_level('auto')}")
+        return replace(info, isa=_level("auto"))
 
     @property
     def memory(self) -> CpuMemory:
