@@ -9,7 +9,7 @@ import ipaddress
 import re
 import time
 import uuid
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,7 +36,11 @@ _LOOPBACK_NAME = re.compile(r"(.+\.)?localhost\.?", re.IGNORECASE)
 
 
 class Gate:
-    """Refuses requests without a valid key (401), above a limit (429), too large (413) or too slow (408)."""
+    """Refuses requests without a valid key (401), above a limit (429), too large (413) or too slow (408).
+
+    A request is counted until the last part of its answer is sent, and no longer: a client that has an answer and asks
+    again at once must not meet its own former request in the limit, in whichever process of the server.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -47,29 +51,29 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        metrics, status = self._service.metrics, 0
+        metrics, status, counted = self._service.metrics, 0, ExitStack()
 
         async def noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *scope[ADDED_HEADERS]]
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                counted.close()
             await send(message)
 
         given = Headers(scope=scope).get("x-request-id", "")
         scope[SEND], scope[REQUEST_ID] = send, given if _ID.fullmatch(given) else uuid.uuid4().hex
         scope[OWNER] = ""
         scope[ADDED_HEADERS] = [(b"x-request-id", scope[REQUEST_ID].encode())]
-        metrics.open_requests.inc()
         traces = self._service.traces
-        try:
-            with nullcontext() if traces is None else traces.following(Headers(scope=scope)):
-                await self._pass(scope, receive, noting)
-        finally:
-            metrics.open_requests.dec()
-            metrics.answered(scope, status)
+        with counted, nullcontext() if traces is None else traces.following(Headers(scope=scope)):
+            metrics.open_requests.inc()
+            counted.callback(lambda: metrics.answered(scope, status))
+            counted.callback(metrics.open_requests.dec)
+            await self._pass(scope, receive, noting, counted)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, counted: ExitStack) -> None:
         is_post, settings = scope["method"] == "POST", self._service.settings
         try:
             headers = Headers(scope=scope)
@@ -82,17 +86,15 @@ class Gate:
                 _check_length(headers, settings.max_body_bytes)
                 if not self._service.open.enter(settings.max_concurrent_requests):
                     raise self._too_many()
+                counted.callback(self._service.open.end)
         except ApiError as error:
             await error_response(scope["path"], error)(scope, receive, send)
             return
         if not is_post:
             await self._app(scope, receive, send)
             return
-        try:
-            body = _Body(receive, settings.max_body_bytes, settings.body_timeout)
-            await self._app(scope, body.receive, send)
-        finally:
-            self._service.open.end()
+        body = _Body(receive, settings.max_body_bytes, settings.body_timeout)
+        await self._app(scope, body.receive, send)
 
     def _too_many(self) -> ApiError:
         most = self._service.settings.max_concurrent_requests
