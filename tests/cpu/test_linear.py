@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -17,6 +17,7 @@ from hardpoint.numerics import fake_quantize, quantize_rows, quantize_weight
 from hardpoint.ops.judge import judge_call
 from hardpoint.plugin_host import discover
 from hardpoint_cpu import native
+from hardpoint_cpu.float8_linear import Float8PanelLinear
 from hardpoint_cpu.linear import (
     Int4PanelLinear,
     Int8PanelLinear,
@@ -44,6 +45,8 @@ needs_kernels()
 
 _ROWS = (1, 3, 5, 7, 13, 200)
 _INT8 = QuantSpec("int8", scales=(Scale("float32", (1, -1)),))
+_FP8 = QuantSpec("float8_e4m3fn", scales=(Scale("float32", (1, -1)),))
+_FP8_BLOCKS = QuantSpec("float8_e4m3fn", scales=(Scale("float32", (24, 40)),))  # no multiples of panels or marks
 _GROUPS, _SMALL_GROUPS = ((Scale("bfloat16", (1, columns)),) for columns in (32, 8))
 _MX = (Scale("float8_e8m0fnu", (1, 32)),)
 _NV = (Scale("float8_e4m3fn", (1, 16)), Scale("float32", (-1, -1)))
@@ -69,6 +72,16 @@ def _pairs(dtype: torch.dtype) -> dict[str, tuple[type[PanelLinear], tuple[Quant
         "int4-small-groups": (Int4PanelLinear, (QuantSpec("int4", scales=_SMALL_GROUPS), plain)),
         "mxfp4": (Mxfp4PanelLinear, (QuantSpec("float4_e2m1", scales=_MX), plain)),
         "nvfp4": (Nvfp4PanelLinear, (QuantSpec("float4_e2m1", scales=_NV), plain)),
+        "fp8": (Float8PanelLinear, (_FP8, plain)),
+        "fp8-tensor-dynamic": (
+            Float8PanelLinear,
+            (replace(_FP8, scales=(Scale("float32", (-1, -1)),)), replace(_FP8, static=False)),
+        ),
+        "fp8-blocks": (Float8PanelLinear, (_FP8_BLOCKS, plain)),
+        "fp8-blocks-dynamic": (
+            Float8PanelLinear,
+            (_FP8_BLOCKS, replace(_FP8, scales=(Scale("float32", (1, 40)),), static=False)),
+        ),
         "uint4-rows": (Int4PanelLinear, (QuantSpec("uint4", scales=(Scale("float32", (1, -1)),)), plain)),
     }
 
@@ -136,6 +149,61 @@ def test_rows_of_odd_sizes_stay_apart(level: str, name: str, dtype: torch.dtype)
         assert (got[row] - wanted[row]).abs().max() <= limit, row
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_code_of_fp8_is_its_number(level: str, dtype: torch.dtype) -> None:
+    """Codes that are subnormal, too; for one row and for more, with numbers of x at the ends of its dtype's range."""
+    plain = QuantSpec(dtype_name(dtype))
+    codes = torch.arange(256, dtype=torch.uint8).repeat(40, 1)
+    codes[:, (codes[0] & 0x7F) == 0x7F] = 0
+    slots = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": torch.full((40, 1), 2.0)}
+    kernel = _kernel(Float8PanelLinear, (_FP8, plain), 40, 256, dtype)
+    weights = kernel.prepack({name: value.clone() for name, value in slots.items()})
+    numbers = slots["weight"].double() * 2
+    assert torch.equal(kernel.unpack(weights).double(), numbers)
+    smallest, largest = torch.finfo(dtype).tiny, torch.finfo(dtype).max / 1024
+    for rows in (1, 2, 7):
+        for unit in (smallest * 512, 1.0, largest):
+            for column in (1, 7, 8, 0x7E, 0x81, 0xFE):
+                x = torch.zeros(rows, 256, dtype=dtype)
+                x[:, column] = unit
+                got = kernel.apply(LinearCall(x, weights)).double()
+                assert torch.equal(got, (x.double() @ numbers.T).to(dtype).double()), (rows, unit, column)
+
+
+def test_a_row_with_a_code_that_is_no_number_becomes_none(level: str) -> None:
+    plain, weight = QuantSpec("float32"), torch.ones(40, 64).to(torch.float8_e4m3fn)
+    weight.view(torch.uint8)[5, 9] = 0xFF
+    kernel = _kernel(Float8PanelLinear, (_FP8, plain), 40, 64, torch.float32)
+    weights = kernel.prepack({"weight": weight, "weight_scale": torch.ones(40, 1)})
+    for rows in (1, 7):
+        got = kernel.apply(LinearCall(torch.ones(rows, 64), weights))
+        assert bool(got[:, 5].isnan().all())
+        assert bool((got[:, torch.arange(40) != 5] == 64).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp8_activations_are_rounded_as_they_are_elsewhere(level: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensor = (Scale("float32", (-1, -1)),)
+    x = torch.randn(5, 3, 130, generator=generator).to(dtype)
+    x[0, 0], x[1, 0, 7], x[2, 0, 8] = 0, torch.nan, 2e4
+    for activation in (
+        QuantSpec("float8_e4m3fn", scales=tensor),
+        replace(_FP8, static=False),
+        QuantSpec("float8_e4m3fn", scales=(Scale("float32", (1, 128)),), static=False),
+    ):
+        kernel = _kernel(Float8PanelLinear, (_FP8, activation), 40, 130, dtype)
+        assert isinstance(kernel, Float8PanelLinear)
+        given = {"input_scale": torch.tensor([0.0125])}
+        slots = _slots(40, 130, _FP8, dtype, generator) | (given if activation.static else {})
+        weights = kernel.prepack(slots)
+        wanted = fake_quantize(x.flatten(0, 1), activation, given).view(x.shape)
+        assert torch.equal(kernel.rounded(x, weights).nan_to_num(7), wanted.nan_to_num(7)), activation
+        plain = _kernel(Float8PanelLinear, (_FP8, QuantSpec(dtype_name(dtype))), 40, 130, dtype)
+        found = kernel.apply(LinearCall(x, weights)), plain.apply(LinearCall(wanted, weights))
+        assert torch.equal(found[0].nan_to_num(7), found[1].nan_to_num(7))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_takes_rounded_activations_as_it_rounds_them(level: str, dtype: torch.dtype) -> None:
     kind, pair = _pairs(dtype)["int8"]
@@ -167,12 +235,15 @@ def test_a_row_has_the_same_bits_whoever_is_with_it(level: str, name: str) -> No
     [
         ("plain", 33, "bfloat16 is read in pairs (wanted 33, supported even)"),
         ("int8-weight", 33, "bfloat16 is read in pairs"),
+        ("fp8", 33, "bfloat16 is read in pairs"),
+        ("fp8-odd-blocks", 64, "groups of columns (wanted 30, supported a multiple of 4)"),
         ("int8", 131_072, "sums of whole numbers have 32 bits (wanted 131072, supported up to 131071)"),
         ("int4", 48, "groups of columns (wanted 32 of 48, supported a multiple of 8 that divides the columns)"),
     ],
 )
 def test_shapes_that_it_cannot_pack_are_refused(name: str, columns: int, reason: str) -> None:
-    kind, pair = _pairs(torch.bfloat16)[name]
+    odd = QuantSpec("float8_e4m3fn", scales=(Scale("float32", (1, 30)),)), QuantSpec("bfloat16")
+    kind, pair = (_pairs(torch.bfloat16) | {"fp8-odd-blocks": (Float8PanelLinear, odd)})[name]
     workload = LinearWorkload(dtype="bfloat16", in_features=columns, out_features=16, spec=pair)
     (found,) = kind.supports(workload, cast(Any, None))
     assert reason in str(found)
