@@ -21,8 +21,14 @@ inline float to_float(e8m0 x) {
 
 inline Floats load(const e8m0* from) {
     const Words codes = widen(load_raw<Bytes>(from));
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const Words bits = codes << 23;
+    const auto fitting = _mm256_max_epi32(bits_as<__m256i>(bits), _mm256_set1_epi32(0x00400000));
+    return bits_as<Floats>(bits_as<Words>(fitting) | bits_as<Words>(bits == 0x7f800000u));
+#else
     const auto special = bits_as<Words>((codes == 0) | (codes == 255));
     return bits_as<Floats>(codes << 23 | (special & 0x00400000u));
+#endif
 }
 
 // A float16 of the same exponent and mantissa bits is 2^-8 of it. Subnormals come out right, whatever the processor
@@ -33,11 +39,26 @@ inline float to_float(e4m3 x) {
     return to_float(float16{static_cast<std::uint16_t>(sign << 8 | magnitude << 7)}) * 256.0f;
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Codes of e4m3 as float16, times 2^-8.
+inline __m256i e4m3_as_halves(__m128i codes) {
+    // In the upper bytes of words; shifted as numbers with a sign, which then stands twice.
+    const auto words = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
+    const auto none = _mm256_cmpeq_epi16(_mm256_or_si256(words, _mm256_set1_epi16(-0x8000)), _mm256_set1_epi16(-0x100));
+    return _mm256_or_si256(_mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16(-0x4080)), none);
+}
+#endif
+
 inline Floats load(const e4m3* from) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i halves = e4m3_as_halves(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    return bits_as<Floats>(_mm256_cvtph_ps(_mm256_castsi256_si128(halves))) * 256.0f;
+#else
     const Words codes = widen(load_raw<Bytes>(from)), magnitudes = codes & 0x7f;
     const Halves halves = low_halves((codes & 0x80) << 8 | magnitudes << 7);
     const Floats numbers = load(reinterpret_cast<const float16*>(&halves)) * 256.0f;
     return magnitudes == 0x7f ? bits_as<Floats>(Words{} + 0x7fc00000u) : numbers;
+#endif
 }
 
 }  // namespace hardpoint::HARDPOINT_LEVEL

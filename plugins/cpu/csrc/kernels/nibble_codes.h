@@ -2,8 +2,8 @@
 //
 // `values(words)` are the numbers of the codes in the lowest four bits of each word, whatever stands above them.
 // `for_each_column(words, f)` calls f(constant column, numbers) for the 8 columns of a step's word (see nibbles.h), with
-// numbers that are to be multiplied by kUnit, once for all of them. `for_each_pair(words, f)` calls f(constant i, words)
-// with the columns 2 * i and 2 * i + 1 of the step as whole numbers u of 16 bits, of (u - kShortZero) * kShortUnit.
+// numbers that are to be multiplied by kUnit, once for all of them. `positive_bytes(codes)` are whole numbers u,
+// of (u - kShortZero) * kShortUnit.
 #pragma once
 
 #include "panels.h"
@@ -68,10 +68,11 @@ struct TableCodes {
     }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    static constexpr float kShortZero = -Table::kLeast, kShortUnit = 1 / Table::kPerOne;
-
     // The numbers less the least of them. Those of integers are their codes.
     static constexpr bool kInOrder = Table::bytes[15] == Table::bytes[0] + 15;
+    static constexpr float kShortZero = -Table::kLeast, kShortUnit = 1 / Table::kPerOne;
+    static constexpr int kMostCode = kInOrder ? 15 : -2 * Table::kLeast;
+
     struct Bytes16 {
         alignas(16) std::uint8_t at[16];
     };
@@ -81,21 +82,9 @@ struct TableCodes {
         return found;
     }();
 
-    template <typename F>
-    [[gnu::always_inline]] static void for_each_pair(Words words, F&& f) {
-        if constexpr (kInOrder) {
-            unrolled<4>([&](auto i) __attribute__((always_inline)) { f(i, words >> (4 * i) & 0x000f000fu); });
-        } else {
-            // Of two bytes of `low` one is column {0, 1} and one {4, 5}, of `high` {2, 3} and {6, 7}.
-            const Words low = positive_bytes(words & 0x0f0f0f0fu), high = positive_bytes(words >> 4 & 0x0f0f0f0fu);
-            f(std::integral_constant<int, 0>{}, low & 0x00ff00ffu);
-            f(std::integral_constant<int, 1>{}, high & 0x00ff00ffu);
-            f(std::integral_constant<int, 2>{}, low >> 8 & 0x00ff00ffu);
-            f(std::integral_constant<int, 3>{}, high >> 8 & 0x00ff00ffu);
-        }
-    }
-
+    // Of codes in a byte each.
     [[gnu::always_inline]] static Words positive_bytes(Words codes) {
+        if constexpr (kInOrder) return codes;
         const auto table = load_raw<__m128i>(positive.at);
         return bits_as<Words>(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), bits_as<__m256i>(codes)));
     }

@@ -1,7 +1,7 @@
 // Products of 4-bit codes with activations of 16 bits, for processors with AVX2 alone: activations become
-// whole numbers of 16 bits, each span of columns with a scale of its own, which is more than a bfloat16 or a float16
-// tells of any but the largest of them. Sums are exact within a span. Twice as many products fit an instruction as of
-// floats, and codes need not become floats.
+// whole numbers of some 16 bits, each span of columns with a scale of its own, which is more than a bfloat16 or a float16
+// tells of any but the largest of them. Sums are exact within a span. A number is split into two bytes, as products of
+// bytes with codes need no codes of 16 bits, and four times as many fit an instruction as of floats.
 //
 // With codes u >= 0, activations x = q * s, and S the sum of q over the span:
 //     sum of w * x  =  s * scale * unit * (sum of u * q - zero * S)
@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "byte_scales.h"
 #include "nibble_codes.h"
 #include "scratch.h"
 
@@ -32,37 +33,53 @@ constexpr int kShortRows = 4;  // of x, whose sums stay in registers
 
 // Columns that share a scale of activations: 256 products of 32,767 by a code's 24 fit 32 bits.
 constexpr std::int64_t kMostSpan = 256;
-constexpr float kLargestShort = 32767;
 
-// Rounded rows of x: codes [rows, K], and for each span the scale, and the sum times the scale, [rows, spans]. A group of
-// the weight's columns is one span, or some.
+// How q is split: q = upper * 2^lower_bits + lower, both bytes with a sign. The products of a code and a byte are added in
+// pairs and then over kByteSteps steps, in 16 bits: eight times the pair's, of at most kMostCode * 2 * the largest byte.
+constexpr std::int64_t kByteSteps = 4;
+template <typename Codes>
+struct ShortSplit {
+    static constexpr int lower_bits = Codes::kMostCode <= 15 ? 8 : 7;
+    static constexpr int most_upper = std::min<int>(127, 32767 / (2 * kByteSteps * 2 * Codes::kMostCode));
+    static_assert(2 * kByteSteps * 2 * Codes::kMostCode << (lower_bits - 1) <= 32768);
+    static constexpr float largest = (most_upper << lower_bits) + (1 << (lower_bits - 1)) - 1;
+};
+
+// Rounded rows of x: for each step the upper bytes of its columns and then the lower ones, in the order of a step's nibbles,
+// [rows, steps, 2, 8]; for each span the scale, and the sum of whole numbers times `zero`, [rows, spans]. A group of the
+// weight's columns is one span, or some.
 struct ShortRows {
+    static constexpr std::int64_t kStep = 2 * kNibbleColumns;  // bytes
+
     std::int64_t k, group, per_group, spans;
-    std::int16_t* codes;
-    float *scales, *sums;
+    int zero;
+    std::int8_t* codes;
+    float* scales;
+    std::int32_t* sums;
 
     // In memory of this thread.
-    ShortRows(std::int64_t rows, std::int64_t k, std::int64_t group)
-        : k(k), group(group), per_group(ceil_div(group, kMostSpan)), spans(k / group * per_group) {
+    ShortRows(std::int64_t rows, std::int64_t k, std::int64_t group, int zero)
+        : k(k), group(group), per_group(ceil_div(group, kMostSpan)), spans(k / group * per_group), zero(zero) {
         struct Memory {
             float element;
         };
         scales = &scratch<Memory>(rows * (2 * spans + ceil_div(k, 2)))->element;
-        sums = scales + rows * spans;
-        codes = reinterpret_cast<std::int16_t*>(sums + rows * spans);
+        sums = reinterpret_cast<std::int32_t*>(scales + rows * spans);
+        codes = reinterpret_cast<std::int8_t*>(sums + rows * spans);
     }
 
     // Columns of span s of a group.
     std::int64_t columns(std::int64_t s) const { return std::min(kMostSpan, group - s * kMostSpan); }
+    const std::int8_t* row(std::int64_t r) const { return codes + r * k * 2; }
 
-    template <typename T>
+    template <typename Split, typename T>
     void round(std::int64_t row, const T* x) {
-        std::int16_t* to = codes + row * k;
+        std::int8_t* to = codes + row * k * 2;
         for (std::int64_t span = 0; span < spans;) {
             for (std::int64_t s = 0; s < per_group; ++s, ++span) {
-                round_span(x, to, row * spans + span, columns(s));
+                round_span<Split>(x, to, row * spans + span, columns(s));
                 x += columns(s);
-                to += columns(s);
+                to += columns(s) * 2;
             }
         }
     }
@@ -70,58 +87,117 @@ struct ShortRows {
   private:
     // Whole vectors, since groups are multiples of 8 columns. As in quantize_row, what is no number makes the scale NaN.
     // What is too small to be divided by becomes zero.
-    template <typename T>
-    void round_span(const T* x, std::int16_t* to, std::int64_t at, std::int64_t columns) {
-        Floats most = {}, none = {};
+    template <typename Split, typename T>
+    void round_span(const T* x, std::int8_t* to, std::int64_t at, std::int64_t columns) {
+        Words most = {};
         for (std::int64_t c = 0; c < columns; c += kLanes) {
-            const Floats v = load(x + c);
-            const auto magnitude = bits_as<Floats>(bits_as<Words>(v) & 0x7fffffffu);
-            most = magnitude > most ? magnitude : most;
-            none += v - v;
+            const Words magnitude = bits_as<Words>(load(x + c)) & 0x7fffffffu;
+            most = bits_as<Words>(_mm256_max_epu32(bits_as<__m256i>(most), bits_as<__m256i>(magnitude)));
         }
-        const float scale = largest(most) / kLargestShort;
-        if (sum(none) != 0) {
-            scales[at] = sums[at] = std::nanf("");
-            std::memset(to, 0, columns * sizeof(*to));
+        auto four = _mm_max_epu32(_mm256_castsi256_si128(bits_as<__m256i>(most)), _mm256_extracti128_si256(bits_as<__m256i>(most), 1));
+        four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0b01001110));
+        four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0b10110001));
+        const auto bits = static_cast<std::uint32_t>(_mm_cvtsi128_si32(four));
+        if (bits >= 0x7f800000u) {
+            scales[at] = std::nanf("");
+            sums[at] = 0;
+            std::memset(to, 0, columns * 2);
             return;
         }
+        const float scale = bits_as<float>(bits) / Split::largest;
         const float inverse = scale > 0x1p-100f ? 1 / scale : 0.0f;
+        const __m256i order = _mm256_setr_epi8(
+            0, -1, 4, -1, 8, -1, 12, -1, 1, -1, 5, -1, 9, -1, 13, -1, -1, 0, -1, 4, -1, 8, -1, 12, -1, 1, -1, 5, -1, 9, -1, 13
+        );
+        constexpr int half = 1 << (Split::lower_bits - 1);
         Ints total = {};
-        for (std::int64_t c = 0; c < columns; c += kLanes) {
+        for (std::int64_t c = 0; c < columns; c += kLanes, to += kStep) {
             const Floats shifted = load(x + c) * inverse + 12582912.0f;  // 1.5 * 2^23: the last bits are a whole number
             const Ints number = bits_as<Ints>(shifted) - 0x4b400000;
             total += number;
-            const Halves shorts = low_halves(bits_as<Words>(number));
-            std::memcpy(to + c, &shorts, sizeof(shorts));
+            const Ints upper = (number + half) >> Split::lower_bits, lower = number - (upper << Split::lower_bits);
+            const Ints both = (upper & 0xff) | (lower << 8);
+            const __m256i parts = _mm256_shuffle_epi8(bits_as<__m256i>(both), order);
+            const __m128i bytes = _mm_or_si128(_mm256_castsi256_si128(parts), _mm256_extracti128_si256(parts, 1));
+            std::memcpy(to, &bytes, sizeof(bytes));
         }
-        int whole_sum = 0;
-        for (int i = 0; i < kLanes; ++i) whole_sum += total[i];
+        auto sum = _mm_add_epi32(_mm256_castsi256_si128(bits_as<__m256i>(total)), _mm256_extracti128_si256(bits_as<__m256i>(total), 1));
+        sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0b01001110));
+        sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0b10110001));
         scales[at] = scale;
-        sums[at] = scale * static_cast<float>(whole_sum);
+        sums[at] = _mm_cvtsi128_si32(sum) * zero;
     }
 };
 
-// sums + the products of two numbers of 16 bits in each lane.
-[[gnu::always_inline]] inline Ints multiply_shorts(Ints sums, Words codes, Words x) {
-    sums += bits_as<Ints>(_mm256_madd_epi16(bits_as<__m256i>(codes), bits_as<__m256i>(x)));
-    asm("" : "+x"(sums));  // or GCC computes products of several steps before it adds them up, and runs out of registers
-    return sums;
+// Numbers of 16 bits in memory, since GCC would make them anew for each group.
+template <int number>
+struct Shorts16 {
+    alignas(32) static constexpr std::int16_t at[16] = {number, number, number, number, number, number, number, number,
+                                                        number, number, number, number, number, number, number, number};
+};
+
+// totals + the products of two numbers of 16 bits in each lane, of `shorts` and `number`.
+template <int number>
+[[gnu::always_inline]] inline Ints add_pairs(Ints totals, __m256i shorts) {
+    return totals + bits_as<Ints>(_mm256_madd_epi16(shorts, load_raw<__m256i>(Shorts16<number>::at)));
 }
 
-// Each x[r] times `steps` steps of a part of a panel.
-template <typename Codes, int rows>
-[[gnu::always_inline]] inline void multiply_shorts(
-    Ints (&totals)[rows], const std::int16_t* const (&x)[rows], const std::uint8_t* step, std::int64_t steps
+// totals + each x[r] times at most kByteSteps steps of `parts` vectors of a panel: `fixed`, or `count` where that is 0.
+template <typename Codes, int rows, int parts, int fixed>
+[[gnu::always_inline]] inline void multiply_bytes(
+    Ints (&totals)[rows * parts], const std::int8_t* const (&x)[rows], const std::uint8_t* step, std::int64_t count
 ) {
-    unrolled<rows>([&](auto r) __attribute__((always_inline)) { totals[r] = Ints{}; });
-    for (std::int64_t s = 0; s < steps; ++s, step += kStepBytes) {
-        Codes::for_each_pair(load_raw<Words>(step), [&](auto pair, Words codes) __attribute__((always_inline)) {
-            unrolled<rows>([&](auto r) __attribute__((always_inline)) {
-                const auto two = load_raw<std::uint32_t>(x[r] + s * kNibbleColumns + 2 * pair);
-                totals[r] = multiply_shorts(totals[r], codes, Words{} + two);
+    constexpr int all = rows * parts;
+    __m256i upper[all], lower[all];
+    unrolled<all>([&](auto i) __attribute__((always_inline)) { upper[i] = lower[i] = _mm256_setzero_si256(); });
+    const auto add = [&](std::int64_t s) __attribute__((always_inline)) {
+        const std::uint8_t* from = step + s * kStepBytes;
+        fetch<kFetchAheadInOrder>(from);
+        __m256i nibbles[parts][2];
+        unrolled<parts>([&](auto j) __attribute__((always_inline)) {
+            const auto words = load_raw<Words>(from + j * HARDPOINT_VECTOR_BYTES);
+            nibbles[j][0] = bits_as<__m256i>(Codes::positive_bytes(words & 0x0f0f0f0fu));
+            nibbles[j][1] = bits_as<__m256i>(Codes::positive_bytes(words >> 4 & 0x0f0f0f0fu));
+        });
+        unrolled<rows * 2>([&](auto i) __attribute__((always_inline)) {
+            constexpr int r = i / 2, n = i % 2;
+            const std::int8_t* bytes = x[r] + s * ShortRows::kStep + 4 * n;
+            const __m256i high = _mm256_set1_epi32(load_raw<int>(bytes));
+            const __m256i low = _mm256_set1_epi32(load_raw<int>(bytes + kNibbleColumns));
+            unrolled<parts>([&](auto j) __attribute__((always_inline)) {
+                __m256i &up = upper[r * parts + j], &down = lower[r * parts + j];
+                up = _mm256_add_epi16(up, _mm256_maddubs_epi16(nibbles[j][n], high));
+                down = _mm256_add_epi16(down, _mm256_maddubs_epi16(nibbles[j][n], low));
+                asm("" : "+x"(up), "+x"(down));  // or GCC adds up later, and runs out of registers
             });
         });
+    };
+    if constexpr (fixed) {
+        unrolled<fixed>(add);
+    } else {
+        for (std::int64_t s = 0; s < count; ++s) add(s);
     }
+    unrolled<all>([&](auto i) __attribute__((always_inline)) {
+        totals[i] = add_pairs<1 << ShortSplit<Codes>::lower_bits>(totals[i], upper[i]);
+        totals[i] = add_pairs<1>(totals[i], lower[i]);
+    });
+}
+
+// Scales of a group, times kShortScales.
+template <typename S>
+constexpr float kShortScales = 1;
+template <>
+inline constexpr float kShortScales<e4m3> = 0x1p-8f;
+
+template <typename S, int parts>
+[[gnu::always_inline]] inline void load_short_scales(const S* from, Floats (&to)[parts]) {
+    unrolled<parts>([&](auto j) __attribute__((always_inline)) { to[j] = load(from + j * kLanes) * kShortScales<S>; });
+}
+template <>
+[[gnu::always_inline]] inline void load_short_scales(const e4m3* from, Floats (&to)[2]) {
+    const __m256i halves = e4m3_as_halves(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    to[0] = bits_as<Floats>(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)));
+    to[1] = bits_as<Floats>(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
 }
 
 // Products with a weight of nibbles, as NibbleWeight's.
@@ -132,8 +208,8 @@ struct ShortWeight {
 
     template <typename T>
     void multiply(const Block& block, const InputRows<T>& row, const Output& out) const {
-        ShortRows x(block.rows, w.k, w.group);
-        for (std::int64_t i = 0; i < block.rows; ++i) x.round(i, row(block.first_row + i));
+        ShortRows x(block.rows, w.k, w.group, w.zeros ? 1 : static_cast<int>(Codes::kShortZero));
+        for (std::int64_t i = 0; i < block.rows; ++i) x.round<ShortSplit<Codes>>(i, row(block.first_row + i));
         multiply_rounded(block, x, out);
     }
 
@@ -144,7 +220,11 @@ struct ShortWeight {
                 const std::int64_t first = block.rows * i / tiles, count = block.rows * (i + 1) / tiles - first;
                 with_constant<kShortRows>(count, [&](auto rows) {
                     Sums sums[rows];
-                    for (int j = 0; j < kVectors; ++j) multiply_part<rows>(sums, first, p, j, x);
+                    if constexpr (rows == 1) {
+                        multiply_row(sums, first, p, x);
+                    } else {
+                        for (int j = 0; j < kVectors; ++j) multiply_part<rows, 1, 0, true>(sums, first, p, j, x);
+                    }
                     out.write(block.first_row + first, rows, p * kPanelRows, 1, sums, 1);
                 });
             }
@@ -152,42 +232,77 @@ struct ShortWeight {
     }
 
   private:
-    // kLanes rows of a panel, so that all sums stay in registers. Compiled once for all that x and results may be.
-    template <int rows>
+    // A panel at once, since all sums stay in registers: memory then has one stream without pauses.
+    void multiply_row(Sums (&sums)[1], std::int64_t row, std::int64_t p, const ShortRows& x) const {
+        constexpr bool may_have_zeros = Codes::kInOrder;
+        const std::int64_t steps = w.group / kNibbleColumns;
+        if (steps == 2 && !w.zeros) return multiply_part<1, kVectors, 2, false>(sums, row, p, 0, x);
+        if (steps % kByteSteps == 0 && !w.zeros) return multiply_part<1, kVectors, kByteSteps, false>(sums, row, p, 0, x);
+        if (may_have_zeros && steps % kByteSteps == 0) {
+            return multiply_part<1, kVectors, kByteSteps, may_have_zeros>(sums, row, p, 0, x);
+        }
+        multiply_part<1, kVectors, 0, true>(sums, row, p, 0, x);
+    }
+
+    // `parts` times kLanes rows of a panel, from vector `first_part` on; groups of 2 steps, or of a multiple of 4, as `fixed`
+    // says, of any where that is 0; without zero points where not `zeros`. Compiled once for all that x and results may be.
+    template <int rows, int parts, int fixed, bool zeros>
     [[gnu::noinline]] void multiply_part(
-        Sums (&results)[rows], std::int64_t first, std::int64_t p, int j, const ShortRows& x
+        Sums (&results)[rows], std::int64_t first, std::int64_t p, int first_part, const ShortRows& x
     ) const {
-        const std::uint8_t* step = w.panel(p) + j * HARDPOINT_VECTOR_BYTES;
-        const std::int16_t* from[rows];
-        const float *scales[rows], *of_x[rows];
-        Floats sums[rows];
+        constexpr int all = rows * parts;
+        const std::uint8_t* step = w.panel(p) + first_part * HARDPOINT_VECTOR_BYTES;
+        const std::int8_t* from[rows];
+        const float* scales[rows];
+        const std::int32_t* of_x[rows];
+        Floats sums[all];
         unrolled<rows>([&](auto r) __attribute__((always_inline)) {
-            from[r] = x.codes + (first + r) * x.k;
+            from[r] = x.row(first + r);
             scales[r] = x.scales + (first + r) * x.spans;
             of_x[r] = x.sums + (first + r) * x.spans;
-            sums[r] = Floats{};
         });
+        unrolled<all>([&](auto i) __attribute__((always_inline)) { sums[i] = Floats{}; });
+        const bool has_zeros = zeros && w.zeros;
         auto group = w.of_group(p, 0);
-        for (std::int64_t span = 0; span < x.spans; group = group.next()) {
-            const Floats scale = group.scale(j) * Codes::kShortUnit;
-            const Floats offset = scale * (-Codes::kShortZero - group.zero(j));
-            for (std::int64_t s = 0; s < x.per_group; ++s, ++span) {
-                const std::int64_t columns = x.columns(s), bytes = columns / kNibbleColumns * kStepBytes;
-                if (j == 0) {
-                    for (std::int64_t at = 0; at < bytes; at += 64) fetch<kFetchAheadInOrder>(step + at);
-                }
-                Ints totals[rows];
-                multiply_shorts<Codes, rows>(totals, from, step, columns / kNibbleColumns);
-                step += bytes;
+        for (std::int64_t span = 0, s = 0; span < x.spans; ++span) {
+            Ints totals[all];
+            unrolled<all>([&](auto i) __attribute__((always_inline)) { totals[i] = Ints{}; });
+            std::int64_t steps = x.columns(s) / kNibbleColumns;
+            do {
+                const std::int64_t some = fixed ? fixed : std::min(steps, kByteSteps);
+                multiply_bytes<Codes, rows, parts, fixed>(totals, from, step, some);
+                unrolled<rows>([&](auto r) __attribute__((always_inline)) { from[r] += some * ShortRows::kStep; });
+                step += some * kStepBytes;
+                steps -= some;
+            } while (fixed != 2 && steps > 0);
+            Floats of_group[parts];
+            load_short_scales(group.scales + first_part * kLanes, of_group);
+            unrolled<parts>([&](auto j) __attribute__((always_inline)) {
+                Floats zero;
+                if (has_zeros) zero = group.zero(first_part + j) + Codes::kShortZero;
                 unrolled<rows>([&](auto r) __attribute__((always_inline)) {
-                    from[r] += columns;
-                    sums[r] += scale * scales[r][span] * __builtin_convertvector(totals[r], Floats);
-                    sums[r] += offset * of_x[r][span];
+                    const Ints whole = totals[r * parts + j], of_row = Ints{} + of_x[r][span];
+                    Floats total;
+                    if (has_zeros) {
+                        total = __builtin_convertvector(whole, Floats) - zero * __builtin_convertvector(of_row, Floats);
+                    } else {
+                        total = __builtin_convertvector(whole - of_row, Floats);
+                    }
+                    sums[r * parts + j] += of_group[j] * scales[r][span] * total;
                 });
+            });
+            if (++s == x.per_group) {
+                s = 0;
+                group = group.next();
             }
         }
-        const Floats outer = w.outer ? load(w.outer + p * kPanelRows + j * kLanes) : broadcast(1);
-        unrolled<rows>([&](auto r) __attribute__((always_inline)) { results[r].v[j] = sums[r] * outer; });
+        unrolled<parts>([&](auto j) __attribute__((always_inline)) {
+            Floats outer = broadcast(Codes::kShortUnit / kShortScales<typename W::Scale>);
+            if (w.outer) outer *= load(w.outer + p * kPanelRows + (first_part + j) * kLanes);
+            unrolled<rows>([&](auto r) __attribute__((always_inline)) {
+                results[r].v[first_part + j] = sums[r * parts + j] * outer;
+            });
+        });
     }
 };
 #endif

@@ -44,6 +44,7 @@ struct NibbleGroup {
 template <typename S, typename C>
 struct Nibbles {
     using Codes = C;
+    using Scale = S;
     const std::uint8_t* steps;
     const S* scales;
     const std::uint8_t* zeros;
