@@ -79,6 +79,32 @@ def test_computes_what_the_reference_does(name: str, pieces: tuple[Piece, ...]) 
     assert errors(spec, Latent, pieces).max() < TOLERANCE[spec.dtype]
 
 
+class HeadsFarApart(Latent):
+    """Queries and results whose last head lies 2^31 elements behind the first, as in steps of very many tokens.
+
+    The memory between them is never touched, so it takes none.
+    """
+
+    def forward(self, call: LatentCall) -> None:
+        def far(x: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided(x.shape, (x.shape[2], 2**31 // (x.shape[1] - 1) + 16, 1), dtype=x.dtype)
+
+        q_latent, q_rope, out = (
+            far(call.q_latent).copy_(call.q_latent),
+            far(call.q_rope).copy_(call.q_rope),
+            far(call.out),
+        )
+        super().forward(replace(call, q_latent=q_latent, q_rope=q_rope, out=out))
+        call.out.copy_(out)
+
+
+@pytest.mark.parametrize(("name", "pieces"), [("plain", MIXED), ("plain", SPLIT), ("lists", MIXED)])
+def test_heads_that_lie_far_apart(name: str, pieces: tuple[Piece, ...]) -> None:
+    """Places do not fit 32 bits."""
+    spec = SPECS[name]
+    assert errors(spec, HeadsFarApart, pieces).max() < TOLERANCE[spec.dtype]
+
+
 class Quantized(TritonQuantizedLatentAttention):
     tables = FEW
 

@@ -168,7 +168,11 @@ def decode_attention(
         if sinks is not None:
             accumulated, total = _with_sink(accumulated, total, highest, sinks + heads, real)
         result = accumulated * (value_factor / total)[:, None]
-        tl.store(out + heads[:, None] * out_head_stride + columns[None, :], result.to(out.dtype.element_ty), mask=whole)
+        tl.store(
+            out + heads[:, None].to(tl.int64) * out_head_stride + columns[None, :],
+            result.to(out.dtype.element_ty),
+            mask=whole,
+        )
         return
 
     sums = partial + SPLITS * NUM_HEADS * HEAD_SIZE
@@ -247,7 +251,7 @@ def merge(
     if sinks is not None:
         merged, total = _with_sink(merged, total, highest, sinks + heads, real)
     result = (merged / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + heads[:, None] * out_head_stride + columns[None, :], result, mask=whole)
+    tl.store(out + heads[:, None].to(tl.int64) * out_head_stride + columns[None, :], result, mask=whole)
 
 
 @triton.jit

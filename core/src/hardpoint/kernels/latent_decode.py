@@ -166,7 +166,7 @@ def decode_latent_attention(
     out += request.to(tl.int64) * out_token_stride
     if splits == 0:
         result = (accumulated / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + heads[:, None] * out_head_stride + columns[None, :], result, mask=whole)
+        tl.store(out + heads[:, None].to(tl.int64) * out_head_stride + columns[None, :], result, mask=whole)
         return
 
     sums = partial + SPLITS * NUM_HEADS * LATENT_SIZE

@@ -117,8 +117,9 @@ def attend_listed_latents(
             weights *= (scale * AMPLITUDE)[None, :]
         accumulated = tl.dot(weights.to(latent.dtype), latent, accumulated * decay[:, None], input_precision="ieee")
         highest = new_highest
+    out += token[:, None] * out_token_stride + heads[:, None].to(tl.int64) * out_head_stride
     tl.store(
-        out + token[:, None] * out_token_stride + heads[:, None] * out_head_stride + latent_columns[None, :],
+        out + latent_columns[None, :],
         (accumulated * (1.0 / AMPLITUDE) / total[:, None]).to(out.dtype.element_ty),
         mask=real[:, None] & (latent_columns[None, :] < LATENT_SIZE),
     )

@@ -147,7 +147,7 @@ def prefill_latent_attention(
     accumulated *= 1.0 / AMPLITUDE
     columns = tl.arange(0, BLOCK_L)
     tl.store(
-        out + tokens[:, None] * out_token_stride + heads[:, None] * out_head_stride + columns[None, :],
+        out + tokens[:, None] * out_token_stride + heads[:, None].to(tl.int64) * out_head_stride + columns[None, :],
         (accumulated / total[:, None]).to(out.dtype.element_ty),
         mask=real[:, None] & (columns[None, :] < LATENT_SIZE),
     )

@@ -18,7 +18,8 @@ from hardpoint.kernels.attention_tile import pages_of_tile
 def load_rows(source, token_stride, head_stride, tokens, heads, real, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Queries [M, BLOCK] of ``tokens`` and ``heads``, zeros where a row is not ``real`` and behind ``SIZE``."""
     columns = tl.arange(0, BLOCK)
-    at = tokens[:, None] * token_stride + heads[:, None] * head_stride + columns[None, :]
+    # Where heads are the outer axis, as products by head give them, their stride grows with the step.
+    at = tokens[:, None] * token_stride + heads[:, None].to(tl.int64) * head_stride + columns[None, :]
     return tl.load(source + at, mask=real[:, None] & (columns[None, :] < SIZE), other=0.0)
 
 

@@ -141,7 +141,7 @@ def _store_half(result, tile, out, out_head_stride, head, first_column):
     _synchronize()
     heads = head + gl.arange(0, HEADS, gl.SliceLayout(1, ROWS))
     columns = first_column + gl.arange(0, _HALF, gl.SliceLayout(0, ROWS))
-    gl.store(out + heads[:, None] * out_head_stride + columns[None, :], tile.load(ROWS))
+    gl.store(out + heads[:, None].to(gl.int64) * out_head_stride + columns[None, :], tile.load(ROWS))
 
 
 @gluon.jit
@@ -365,7 +365,7 @@ def _load_queries(source, head_stride, tile, COLUMNS: gl.constexpr):
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [4, 1], [1, 0])
     heads = gl.arange(0, HEADS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, TILE))
-    async_copy.async_copy_global_to_shared(tile, source + heads[:, None] * head_stride + columns[None, :])
+    async_copy.async_copy_global_to_shared(tile, source + heads[:, None].to(gl.int64) * head_stride + columns[None, :])
 
 
 @gluon.jit
@@ -450,8 +450,8 @@ def decode_latents_on_hopper(
 
     head = head_block * HEADS
     request = request.to(gl.int64)
-    latent_queries = q_latent + request * q_latent_token_stride + head * q_latent_head_stride
-    rope_queries = q_rope + request * q_rope_token_stride + head * q_rope_head_stride
+    latent_queries = q_latent + request * q_latent_token_stride + head.to(gl.int64) * q_latent_head_stride
+    rope_queries = q_rope + request * q_rope_token_stride + head.to(gl.int64) * q_rope_head_stride
     _load_queries(latent_queries, q_latent_head_stride, q_left, _HALF)
     _load_queries(latent_queries + _HALF, q_latent_head_stride, q_right, _HALF)
     _load_queries(rope_queries, q_rope_head_stride, q_rotated, ROPE_SIZE)
