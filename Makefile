@@ -23,7 +23,7 @@ QUICK := tests/test_core_is_neutral.py tests/plugin_api tests/config tests/platf
     tests/selection/test_decide.py tests/selection/test_order.py tests/selection/test_plans.py \
     tests/selection/test_supports.py tests/selection/test_table.py tests/parsers/test_formats.py \
     tests/structured/test_values.py tests/plugins/test_conflicts.py tests/plugins/test_discovery.py \
-    tests/ops/test_rope_table.py tests/cpu/test_linear.py tests/engine/test_scheduler.py \
+    tests/ops/test_rope_table.py tests/cpu/test_linear.py tests/engine/test_scheduler.py tests/engine/test_scheduler_streams.py \
     --ignore tests/attention/test_batch_invariance.py --ignore tests/platforms/test_explained.py
 
 quick: $(STAMPS)/test  ## a part of the default suite that takes less than a minute on two cores

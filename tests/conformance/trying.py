@@ -28,6 +28,8 @@ class EveryCheck(Plan):
         return True
 
 
+QUICK = Plan()
+"""Level quick as users run it: checks rotate, and some are made on some cases alone."""
 HEALTHY = pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.nightly)], ids=["part", "whole"])
 """Of a healthy target's trials, the default suite runs each 23rd and ``make nightly`` all.
 

@@ -12,7 +12,8 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.explain import explain
 from hardpoint_cuda.platform import CudaPlatform, describe_arch
 from hardpoint_plugin_api import CheckpointError, DeviceInfo
-from tests.quantization.formats import FORMATS, change_tensors, write_quantized
+from tests.quantization.formats import FORMATS
+from tests.quantization.writing import change_tensors, write_quantized
 from tests.support.checkpoints import random_prompts, reference_logits
 from tests.support.engines import prompt_logits, small_llm
 from tests.support.on_host_settings import without_triton

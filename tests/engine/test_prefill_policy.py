@@ -10,7 +10,7 @@ from hardpoint.engine.scheduling.prefill_policy import PrefillPolicy
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.scheduler import Scheduler
 from hardpoint_plugin_api import StepLimits
-from tests.engine.test_scheduler import BLOCK, Device, make_request, make_scheduler
+from tests.engine.scheduling import BLOCK, Device, make_request, make_scheduler
 
 BUDGET = 64
 POLICY = PrefillPolicy(threshold=64, max_partial=1, guarantee=16)

@@ -16,8 +16,10 @@ from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.models.deepseek_v3 import deepseek_v3
 from hardpoint.models.glm4_moe import glm4_moe
 from hardpoint_plugin_api import AttentionArgs, CheckpointError, MLAArgs, MoEArgs
-from tests.quantization.formats import FORMATS, fp8_block, fp8_inputs, write_quantized
+from tests.quantization.formats import FORMATS
 from tests.quantization.test_formats import TOLERANCE
+from tests.quantization.writers import fp8_block, fp8_inputs
+from tests.quantization.writing import write_quantized
 from tests.support.checkpoints import DEEPSEEK_V3, GLM4_MOE, random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 

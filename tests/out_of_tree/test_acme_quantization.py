@@ -11,7 +11,7 @@ import torch
 from hardpoint import LLM
 from hardpoint_plugin_api import ConfigError, SelectionError
 from tests.out_of_tree.test_acme import served
-from tests.quantization.formats import Format, Stored, round_weights, write_quantized
+from tests.quantization.writing import Format, Stored, round_weights, write_quantized
 from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 from tests.support.forked import run_module

@@ -13,7 +13,7 @@ import torch
 from hardpoint_plugin_api import CheckpointError, ConfigError
 from tests.parallel.ranks import ranks_in_threads
 from tests.quantization.fixtures.base_model import FIXTURES, write_tokenizer
-from tests.quantization.formats import change_config, change_tensors
+from tests.quantization.writing import change_config, change_tensors
 from tests.support.engines import small_llm
 
 Tensors = dict[str, torch.Tensor]

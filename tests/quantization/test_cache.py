@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hardpoint.reference.quantized_cache_attention import QuantizedCacheAttention
 from hardpoint_plugin_api import AttentionBackend, AttentionSpec, BuildContext, CacheSpec, ScaledLayout, SelectionError
 from tests.quantization.fixtures.base_model import FIXTURES, calibration, write_tokenizer
-from tests.quantization.formats import change_tensors
+from tests.quantization.writing import change_tensors
 from tests.support.attention import MIXED, brute_force, run_backend
 from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from hardpoint.cli.main import run
 from hardpoint_plugin_api import AttentionBackend
 from tests.checkpoint.test_mistral_files import write_consolidated
-from tests.quantization.formats import FORMATS, write_quantized
+from tests.quantization.formats import FORMATS
+from tests.quantization.writing import write_quantized
 from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint, write_tokenizer
 from tests.support.engines import prompt_logits, small_llm
 

@@ -17,7 +17,8 @@ from hardpoint.quantization.device_formats import doubled, halved, on_device
 from hardpoint_cpu.platform import CpuPlatform
 from hardpoint_plugin_api import AttentionBackend, CheckpointError, DeviceInfo, Fp8Format, QuantSpec, Scale, Scheme
 from tests.quantization.fixtures.base_model import FIXTURES, calibration, write_tokenizer
-from tests.quantization.formats import FORMATS, write_quantized
+from tests.quantization.formats import FORMATS
+from tests.quantization.writing import write_quantized
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 

@@ -10,8 +10,9 @@ import torch
 from hardpoint import LLM, SamplingParams
 from hardpoint_plugin_api import ConfigError
 from tests.parallel.ranks import ranks_in_threads
-from tests.quantization.formats import FORMATS, Format, write_quantized
+from tests.quantization.formats import FORMATS
 from tests.quantization.turning import TURNS, turning
+from tests.quantization.writing import Format, write_quantized
 from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 

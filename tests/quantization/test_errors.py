@@ -20,7 +20,9 @@ from hardpoint_plugin_api import (
     SelectionError,
     UnknownNameError,
 )
-from tests.quantization.formats import FORMATS, change_config, change_tensors, ct_config, ct_numbers, write_quantized
+from tests.quantization.formats import FORMATS
+from tests.quantization.writers import ct_config, ct_numbers
+from tests.quantization.writing import change_config, change_tensors, write_quantized
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import small_llm
 

@@ -9,17 +9,9 @@ import pytest
 import torch
 
 from hardpoint_plugin_api import CheckpointError
-from tests.quantization.formats import (
-    FORMATS,
-    Format,
-    change_config,
-    change_tensors,
-    ct_config,
-    ct_int8,
-    ct_numbers,
-    fp8_tensor,
-    write_quantized,
-)
+from tests.quantization.formats import FORMATS
+from tests.quantization.writers import ct_config, ct_int8, ct_numbers, fp8_tensor
+from tests.quantization.writing import Format, change_config, change_tensors, write_quantized
 from tests.support.checkpoints import check_tokens_equal, random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 

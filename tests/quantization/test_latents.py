@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.parallel.ranks import ranks_in_threads
-from tests.quantization.formats import FORMATS, Format, write_quantized
+from tests.quantization.formats import FORMATS
 from tests.quantization.test_divided import prompt_scores
 from tests.quantization.test_formats import TOLERANCE
+from tests.quantization.writing import Format, write_quantized
 from tests.support.checkpoints import DEEPSEEK_V2, random_prompts, reference_logits
 from tests.support.engines import prompt_logits, small_llm
 

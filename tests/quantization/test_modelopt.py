@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hardpoint_plugin_api import CheckpointError, ConfigError
-from tests.quantization.formats import FORMATS, Format, change_config, change_tensors, write_quantized
+from tests.quantization.formats import FORMATS
+from tests.quantization.writing import Format, change_config, change_tensors, write_quantized
 from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 

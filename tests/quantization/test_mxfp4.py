@@ -13,8 +13,8 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from hardpoint_plugin_api import CheckpointError, ConfigError
 from tests.parallel.ranks import ranks_in_threads
-from tests.quantization.formats import change_config, change_tensors
 from tests.quantization.test_divided import prompt_scores
+from tests.quantization.writing import change_config, change_tensors
 from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 

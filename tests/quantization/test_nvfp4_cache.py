@@ -25,7 +25,8 @@ from hardpoint_plugin_api import (
     SelectionError,
     StoreCall,
 )
-from tests.quantization.formats import FORMATS, write_quantized
+from tests.quantization.formats import FORMATS
+from tests.quantization.writing import write_quantized
 from tests.support.attention import MIXED, PluginConfigOnly, brute_force, run_backend
 from tests.support.checkpoints import DEEPSEEK_V2, random_prompts, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm

@@ -11,9 +11,10 @@ import torch
 from hardpoint import LLM
 from hardpoint.layers.linear import Linear
 from hardpoint_plugin_api import CheckpointError
-from tests.quantization.formats import FORMATS, round_weights, write_quantized
+from tests.quantization.formats import FORMATS
 from tests.quantization.test_online import int8
 from tests.quantization.turning import TURNS, turning
+from tests.quantization.writing import round_weights, write_quantized
 from tests.support.checkpoints import BAMBA, GATED_DELTA, random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 

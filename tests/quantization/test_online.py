@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.quantization.formats import by_blocks, fp8_inputs, int8_inputs, integers, nearest, powers, round_weights
+from tests.quantization.writers import by_blocks, fp8_inputs, int8_inputs, integers, nearest, powers
+from tests.quantization.writing import round_weights
 from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 

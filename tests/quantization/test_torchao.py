@@ -14,8 +14,8 @@ from hardpoint.checkpoint import safetensors_files
 from hardpoint.quantization.methods.torchao_tiles import in_rows, stored_tiles
 from hardpoint_plugin_api import CheckpointError, ConfigError, Module, Scale
 from tests.parallel.ranks import ranks_in_threads
-from tests.quantization.formats import Format, change_config, change_tensors, write_quantized
 from tests.quantization.torchao_formats import TORCHAO, described, int4_tiles, with_minima
+from tests.quantization.writing import Format, change_config, change_tensors, write_quantized
 from tests.support.checkpoints import random_prompts, reference_logits
 from tests.support.engines import prompt_logits, small_llm
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.quantization.formats import Format, Stored, by_blocks, integers
+from tests.quantization.writers import by_blocks, integers
+from tests.quantization.writing import Format, Stored
 
 CONFIG: dict[str, Any] = {"quant_method": "torchao", "quant_type": {"default": {"_type": "FqnToConfig", "_data": {}}}}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.quantization.formats import Format
+from tests.quantization.writing import Format
 from tests.support.checkpoints import GATED_DELTA
 
 TURNS: dict[str, Any] = GATED_DELTA | {

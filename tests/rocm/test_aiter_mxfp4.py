@@ -19,7 +19,7 @@ from hardpoint_plugin_api import DeviceInfo, ExpertsCall, ExpertsWorkload, Quant
 from hardpoint_plugin_api.experts import expert_matrix
 from hardpoint_rocm.aiter_mxfp4 import AiterMxfp4Experts
 from hardpoint_rocm.platform import describe_arch
-from tests.quantization.formats import change_config, change_tensors
+from tests.quantization.writing import change_config, change_tensors
 from tests.rocm.test_quark import MX, config, mxfp4
 from tests.support.aiter_calls import CALLS
 from tests.support.checkpoints import random_prompts, write_checkpoint

@@ -16,8 +16,8 @@ from hardpoint_plugin_api import CheckpointError, HardpointError
 from hardpoint_rocm.platform import RocmPlatform, describe_arch
 from tests.parallel.ranks import ranks_in_threads
 from tests.quantization.fixtures.base_model import FIXTURES, write_tokenizer
-from tests.quantization.formats import Format, Stored, change_tensors, write_quantized
 from tests.quantization.test_fixtures import ALL, loaded_weights
+from tests.quantization.writing import Format, Stored, change_tensors, write_quantized
 from tests.support.aiter_calls import CALLS
 from tests.support.checkpoints import random_prompts, reference_logits
 from tests.support.engines import SMALL, prompt_logits, small_llm
