@@ -3,7 +3,7 @@
 //
 // The bits of a code, moved into a float's place, are 2^-120 of its number. So x is multiplied by a power of two before,
 // and its results after. Numbers that are subnormal in e4m3 would be so as floats, which some processors take long to
-// multiply, or take for zeros: stretches of columns that have some are marked, and read with a larger exponent.
+// multiply, or take for zeros: groups of four columns that have some are marked, and read with a larger exponent.
 #pragma once
 
 #include "../task.h"
@@ -15,8 +15,8 @@ namespace hardpoint::HARDPOINT_LEVEL {
 
 typedef std::int16_t SignedHalves __attribute__((vector_size(HARDPOINT_VECTOR_BYTES)));
 
-// Columns of a panel that one mark is for.
-constexpr std::int64_t kMarkColumns = 32;
+// Columns of a panel that a byte of marks is for, a bit for four.
+constexpr std::int64_t kMarkColumns = 8 * kBytesInGroup;
 inline std::int64_t num_marks(std::int64_t k) { return ceil_div(k, kMarkColumns); }
 
 // Rows of x whose products are summed in registers.
@@ -83,7 +83,7 @@ inline ScaledRow scale_row(const T* x, float* to, std::int64_t k, std::int64_t p
     return {to, bits_as<float>(static_cast<std::uint32_t>(exponent) << 23)};
 }
 
-// A weight as PackFloat8 leaves it: panels as of int8; for each panel and kMarkColumns columns whether some are
+// A weight as PackFloat8 leaves it: panels as of int8; for each panel and four columns a bit, set where some are
 // subnormal; scales [panels, groups of columns, 16].
 struct Float8Weight {
     const std::uint8_t* panels;
@@ -138,9 +138,60 @@ struct Float8Weight {
         });
     }
 
+    // sums + four columns of a panel from c on, `number(column, j)`, times those of x and `factor`. A sum waits for its last
+    // product, so that each has some `chains`: of single columns, or of every other.
+    template <int rows, int chains, typename F>
+    [[gnu::always_inline]] static void add(
+        Floats (&sums)[rows * kVectors * chains], const ScaledRow* x, std::int64_t c, float factor, const F& number
+    ) {
+        unrolled<kBytesInGroup>([&](auto column) __attribute__((always_inline)) {
+            Floats numbers[kVectors];
+            unrolled<kVectors>([&](auto j) __attribute__((always_inline)) { numbers[j] = number(column, j); });
+            unrolled<rows>([&](auto r) __attribute__((always_inline)) {
+                const float of_x = x[r].numbers[c + column] * factor;
+                unrolled<kVectors>([&](auto j) __attribute__((always_inline)) {
+                    sums[(r * kVectors + j) * chains + column % chains] += numbers[j] * of_x;
+                });
+            });
+        });
+    }
+
+    template <int rows, int chains>
+    [[gnu::always_inline]] static void add_unmarked(
+        Floats (&sums)[rows * kVectors * chains], const ScaledRow* x, std::int64_t c, const std::uint8_t* from
+    ) {
+        fetch<kFetchAheadInOrder>(from);
+        Float8Numbers numbers[kVectors];
+        unrolled<kVectors>([&](auto j) __attribute__((always_inline)) {
+            numbers[j] = Float8Numbers(from + j * HARDPOINT_VECTOR_BYTES);
+        });
+        add<rows, chains>(sums, x, c, 1, [&](auto column, auto j) __attribute__((always_inline)) {
+            return numbers[j].template at<column>();
+        });
+    }
+
+    // Columns [c, end) of which some are marked. Not inline, since it would take registers from those that are not.
+    template <int rows>
+    [[gnu::noinline]] static void multiply_marked(
+        Floats (&sums)[rows * kVectors], const ScaledRow* x, const std::uint8_t* codes, unsigned marked, std::int64_t c,
+        std::int64_t end
+    ) {
+        Floats found[rows * kVectors] = {};
+        for (; c < end; c += kBytesInGroup) {
+            const std::uint8_t* from = codes + c * kPanelRows;
+            if (marked >> (c % kMarkColumns / kBytesInGroup) & 1) {
+                add<rows, 1>(found, x, c, 0x1p-60f, [&](auto column, auto j) __attribute__((always_inline)) {
+                    return float8_at<column, 60>(from + j * HARDPOINT_VECTOR_BYTES);
+                });
+            } else {
+                add_unmarked<rows, 1>(found, x, c, from);
+            }
+        }
+        unrolled<rows * kVectors>([&](auto i) __attribute__((always_inline)) { sums[i] = found[i]; });
+    }
+
     template <int rows>
     [[gnu::always_inline]] void multiply_panel(Sums (&sums)[rows], std::int64_t panel, const ScaledRow* x) const {
-        // A sum waits for its last product, so that each has some: of single columns, or of every other.
         constexpr int chains = rows * kVectors * kBytesInGroup <= 8 ? kBytesInGroup : 2, all = rows * kVectors * chains;
         const std::uint8_t* codes = panels + panel * byte_panel_size(k);
         const std::uint8_t* marked = marks + panel * num_marks(k);
@@ -149,41 +200,16 @@ struct Float8Weight {
             const std::int64_t end = std::min(k, first + group);
             Floats acc[all];
             unrolled<all>([&](auto i) __attribute__((always_inline)) { acc[i] = Floats{}; });
-            // `number(column, j)` of four columns from c on times those of x, times `factor`.
-            const auto add = [&](std::int64_t c, float factor, const auto& number) __attribute__((always_inline)) {
-                unrolled<kBytesInGroup>([&](auto column) __attribute__((always_inline)) {
-                    Floats numbers[kVectors];
-                    unrolled<kVectors>([&](auto j) __attribute__((always_inline)) { numbers[j] = number(column, j); });
-                    unrolled<rows>([&](auto r) __attribute__((always_inline)) {
-                        const float of_x = x[r].numbers[c + column] * factor;
-                        unrolled<kVectors>([&](auto j) __attribute__((always_inline)) {
-                            acc[(r * kVectors + j) * chains + column % chains] += numbers[j] * of_x;
-                        });
-                    });
-                });
-            };
             for (std::int64_t c = first; c < end;) {
                 const std::int64_t next = std::min(end, (c / kMarkColumns + 1) * kMarkColumns);
                 if (marked[c / kMarkColumns]) [[unlikely]] {
-                    for (; c < next; c += kBytesInGroup) {
-                        const std::uint8_t* from = codes + c * kPanelRows;
-                        fetch<kFetchAheadInOrder>(from);
-                        add(c, 0x1p-60f, [&](auto column, auto j) __attribute__((always_inline)) {
-                            return float8_at<column, 60>(from + j * HARDPOINT_VECTOR_BYTES);
-                        });
-                    }
+                    Floats more[rows * kVectors];
+                    multiply_marked<rows>(more, x, codes, marked[c / kMarkColumns], c, next);
+                    unrolled<rows * kVectors>([&](auto i) __attribute__((always_inline)) { acc[i * chains] += more[i]; });
+                    c = next;
+                    continue;
                 }
-                for (; c < next; c += kBytesInGroup) {
-                    const std::uint8_t* from = codes + c * kPanelRows;
-                    fetch<kFetchAheadInOrder>(from);
-                    Float8Numbers numbers[kVectors];
-                    unrolled<kVectors>([&](auto j) __attribute__((always_inline)) {
-                        numbers[j] = Float8Numbers(from + j * HARDPOINT_VECTOR_BYTES);
-                    });
-                    add(c, 1, [&](auto column, auto j) __attribute__((always_inline)) {
-                        return numbers[j].template at<column>();
-                    });
-                }
+                for (; c < next; c += kBytesInGroup) add_unmarked<rows, chains>(acc, x, c, codes + c * kPanelRows);
             }
             const float* scale = has_groups() ? scales_of(panel, first) : nullptr;
             unrolled<rows * kVectors>([&](auto i) __attribute__((always_inline)) {
@@ -268,7 +294,7 @@ struct PackFloat8 {
         for (std::int64_t row = first; row < std::min(n, first + kPanelRows); ++row) {
             for (std::int64_t c = 0; c < k; ++c) {
                 const int magnitude = weight[row * stride + c] & 0x7f;
-                marked[c / kMarkColumns] |= magnitude - 1u < 7;
+                marked[c / kMarkColumns] |= (magnitude - 1u < 7) << (c % kMarkColumns / kBytesInGroup);
                 if (magnitude == 0x7f) {
                     scales[(panel * ceil_div(k, group) + c / group) * kPanelRows + row - first] = std::nanf("");
                 }
