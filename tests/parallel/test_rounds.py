@@ -99,6 +99,24 @@ def test_a_replica_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     close(here, there)
 
 
+def test_a_replica_whose_ranks_are_lost_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it waits for a step of the other one, which waits to learn who is at fault, and then blames that one."""
+    monkeypatch.setattr(rounds_module, "_GRACE", 0.0)
+    at_fault, other = joined(tmp_path, 2)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(at_fault.agree, EMPTY)
+        until(lambda: other.has_begun)
+        learning = pool.submit(other.lost_within, 20.0)
+        at_fault.break_off()
+        with pytest.raises(EngineDeadError, match="this replica's ranks are lost"):
+            waiting.result()
+        at_fault.leave(is_lost=True)
+        assert learning.result() == "replica 0 is gone, with which this one shares experts"
+    other.break_off()
+    assert other.lost_within(0.0) is not None
+    close(other)
+
+
 def test_a_replica_that_is_closed(tmp_path: Path) -> None:
     """It is missed by a step alone: an idle replica is about to be closed, too."""
     here, there = joined(tmp_path, 2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ class LockStepExecutor:
         except BaseException:
             self._rounds.leave(is_lost=True)
             raise
+        self._ranks.when_lost(self._rounds.break_off)
         assert self.facts.limits.max_requests is not None
         # The slot behind all requests' is that of padding, see Runner.
         self._empty = StepInput.empty(self.facts.limits.max_requests, len(self.facts.geometry.retentions))
@@ -60,11 +61,16 @@ class LockStepExecutor:
 
         All are padded to one number of tokens where each replica has graphs of that size.
         """
-        self._ranks.check()
-        shares = self._rounds.agree(Share(step.num_tokens, captured_tokens(self.facts.captured, step)))
-        captured = captured_by_all(shares)
-        tokens = tuple(captured or share.tokens for share in shares)
-        submitted = self._ranks.submit(replace(step, replica_tokens=tokens, captured_tokens=captured))
+        with _explained(self._rounds):
+            self._ranks.check()
+            try:
+                shares = self._rounds.agree(Share(step.num_tokens, captured_tokens(self.facts.captured, step)))
+            except EngineDeadError:
+                self._ranks.check()  # where they are lost, that is the reason
+                raise
+            captured = captured_by_all(shares)
+            tokens = tuple(captured or share.tokens for share in shares)
+            submitted = self._ranks.submit(replace(step, replica_tokens=tokens, captured_tokens=captured))
         return _SharedStep(submitted, self._rounds)
 
     def keep_up(self) -> None:
@@ -80,12 +86,18 @@ class LockStepExecutor:
 
     def check(self) -> None:
         """See Executor. Raises EngineDeadError where another replica is gone, too."""
-        self._ranks.check()
+        with _explained(self._rounds):
+            self._ranks.check()
         self._rounds.check()
 
     def when_lost(self, notify: Callable[[], None]) -> None:
         """See Executor."""
-        self._ranks.when_lost(notify)
+
+        def told() -> None:
+            self._rounds.break_off()
+            notify()
+
+        self._ranks.when_lost(told)
         self._rounds.when_begun(notify)
 
     def shutdown(self, deadline: float) -> None:
@@ -114,10 +126,20 @@ class _SharedStep:
     rounds: Rounds
 
     def result(self) -> StepOutput:
-        """See Pending. The error names the replica that is gone, without which these ranks cannot go on."""
-        try:
+        """See Pending."""
+        with _explained(self.rounds):
             return self.ranks.result()
-        except EngineDeadError as error:
-            if CANNOT_GO_ON in str(error) and (lost := self.rounds.lost_within(_REASON_SECONDS)):
-                raise EngineDeadError(f"{lost}: {error}") from error
-            raise
+
+
+@contextmanager
+def _explained(rounds: Rounds) -> Iterator[None]:
+    """Where a replica's ranks cannot go on, name in the error the other replica that is gone.
+
+    A replica whose own rank is lost says so at once, even while it waits for this one's step.
+    """
+    try:
+        yield
+    except EngineDeadError as error:
+        if CANNOT_GO_ON in str(error) and (lost := rounds.lost_within(_REASON_SECONDS)):
+            raise EngineDeadError(f"{lost}: {error}") from error
+        raise

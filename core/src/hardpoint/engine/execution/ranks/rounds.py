@@ -84,7 +84,7 @@ class Rounds:
         self._said: dict[int, deque[str]] = {number: deque() for number in others}
         self._changed = threading.Condition()
         self._lost: str | None = None
-        self._is_closed = self._has_left = False
+        self._is_closed = self._has_left = self._is_broken_off = False
         self._notify: Callable[[], None] = lambda: None
         self._reader = threading.Thread(target=self._read, name="hardpoint-rounds", daemon=True)
         self._reader.start()
@@ -97,21 +97,31 @@ class Rounds:
     def agree(self, own: Share) -> tuple[Share, ...]:
         """Tell the other replicas of this one's step; returns those of all, in the order of the replicas.
 
-        Waits for the others. Raises EngineDeadError where one is gone or does not answer.
+        Waits for the others. Raises EngineDeadError where one is gone or does not answer, and once this replica breaks
+        off.
         """
         for connection in self._others.values():
             with suppress(OSError):  # it is gone: the reader says so
                 connection.send_bytes(own.packed)
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or all(self._shares.values()), self._seconds)
+            self._changed.wait_for(
+                lambda: self._ended or self._is_broken_off or all(self._shares.values()), self._seconds
+            )
             if all(self._shares.values()):
                 shares = {number: each.popleft() for number, each in self._shares.items()} | {self._replica: own}
                 return tuple(shares[number] for number in sorted(shares))
             silent = ", ".join(str(number) for number, each in self._shares.items() if not each)
         raise EngineDeadError(
             self._ended
+            or ("this replica's ranks are lost" if self._is_broken_off else "")
             or f"replica {silent} did not take part in a step within {self._seconds:g} seconds (--step-timeout)"
         )
+
+    def break_off(self) -> None:
+        """Have ``agree`` wait no longer: this replica's own ranks are lost. Others may wait for it to say so."""
+        with self._changed:
+            self._is_broken_off = True
+            self._changed.notify_all()
 
     def lost_within(self, seconds: float) -> str | None:
         """Which replica is gone, where it turns out within ``seconds`` that one is, which was not closed."""
