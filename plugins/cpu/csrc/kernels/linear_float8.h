@@ -225,24 +225,39 @@ struct Float8Weight {
     template <typename T>
     [[gnu::noinline]] void widen(std::int64_t panel, std::int64_t first, std::int64_t columns, T* to) const {
         const std::uint8_t* codes = panels + panel * byte_panel_size(k);
+        const std::uint8_t* marked = marks + panel * num_marks(k);
+        const float* scales_of_group = nullptr;
+        std::int64_t end_of_group = has_groups() ? first : k;
         for (std::int64_t c = first; c < first + columns; c += kBytesInGroup, to += kBytesInGroup * kPanelRows) {
             fetch(codes + c * kPanelRows);
+            if (c >= end_of_group) {
+                scales_of_group = scales_of(panel, c);
+                end_of_group = (c / group + 1) * group;
+            }
+            const bool exact = marked[c / kMarkColumns] >> (c % kMarkColumns / kBytesInGroup) & 1;
+            const std::int64_t some = std::min<std::int64_t>(kBytesInGroup, first + columns - c);
             unrolled<kVectors>([&](auto j) __attribute__((always_inline)) {
                 const std::uint8_t* from = codes + c * kPanelRows + j * HARDPOINT_VECTOR_BYTES;
-                const Floats scale = has_groups() ? load(scales_of(panel, c) + j * kLanes) : broadcast(1);
-                Floats numbers[kBytesInGroup];
-                unrolled<kBytesInGroup>([&](auto i) __attribute__((always_inline)) {
-                    numbers[i] = float8_at<i, 0>(from) * scale;
-                });
                 T* at = to + j * kLanes * kGroup<T>;
-                for (int i = 0; i < std::min<std::int64_t>(kBytesInGroup, first + columns - c); i += kGroup<T>) {
+                if constexpr (kGroup<T> == 2) {
+                    if (!exact && !has_groups()) return widen_pairs(Float8Numbers(from), some, at);
+                }
+                const Floats scale = scales_of_group ? load(scales_of_group + j * kLanes) : broadcast(1);
+                Floats numbers[kBytesInGroup];
+                if (exact) [[unlikely]] {
+                    unrolled<kBytesInGroup>([&](auto i) __attribute__((always_inline)) {
+                        numbers[i] = float8_at<i, 0>(from) * scale;
+                    });
+                } else {
+                    const Float8Numbers four(from);
+                    const Floats larger = scale * 0x1p60f;
+                    unrolled<kBytesInGroup>([&](auto i) __attribute__((always_inline)) {
+                        numbers[i] = four.template at<i>() * 0x1p60f * larger;
+                    });
+                }
+                for (int i = 0; i < some; i += kGroup<T>) {
                     if constexpr (kGroup<T> == 2) {
-                        T halves[2][kLanes];
-                        store(halves[0], numbers[i]);
-                        store(halves[1], numbers[i + 1]);
-                        const auto low = __builtin_convertvector(load_raw<Halves>(halves[0]), Words);
-                        const auto high = __builtin_convertvector(load_raw<Halves>(halves[1]), Words);
-                        const Words pairs = low | high << 16;
+                        const Words pairs = as_bfloat16(numbers[i]) | as_bfloat16(numbers[i + 1]) << 16;
                         std::memcpy(at + i * kPanelRows, &pairs, sizeof(pairs));
                     } else {
                         store(at + i * kPanelRows, numbers[i]);
@@ -250,6 +265,32 @@ struct Float8Weight {
                 }
             });
         }
+    }
+
+    // Rounded to bfloat16, in the lower halves.
+    static Words as_bfloat16(Floats numbers) {
+#if defined(__AVX512BF16__)
+        return widen_halves(bits_as<Halves>(_mm512_cvtneps_pbh(bits_as<__m512>(numbers))));
+#else
+        bfloat16 halves[kLanes];
+        store(halves, numbers);
+        return widen_halves(load_raw<Halves>(halves));
+#endif
+    }
+    static Words widen_halves(Halves halves) { return hardpoint::HARDPOINT_LEVEL::widen(halves); }
+
+    // Two or four columns as pairs of bfloat16, which hold every number of e4m3: exponents grow by 120, but for zeros.
+    template <typename T>
+    [[gnu::always_inline]] static void widen_pairs(const Float8Numbers& numbers, std::int64_t columns, T* at) {
+        const auto grown = [](Words words) __attribute__((always_inline)) {
+            constexpr std::int16_t magnitude = 0x7fff, more = 120 << 7;
+            const auto halves = bits_as<SignedHalves>(words);
+            return bits_as<Words>(halves + (((halves & magnitude) != 0) & more));
+        };
+        const Words low = grown(numbers.low), high = grown(numbers.high);  // columns 0 and 2, 1 and 3
+        const Words first = (low & 0xffffu) | high << 16, second = low >> 16 | (high & 0xffff0000u);
+        std::memcpy(at, &first, sizeof(first));
+        if (columns > 2) std::memcpy(at + 2 * kPanelRows, &second, sizeof(second));
     }
 };
 
