@@ -25,9 +25,13 @@ SHORT: dict[str, Any] = {"prompt": "The whale", "max_tokens": 8, "ignore_eos": T
 KEY: dict[str, Any] = {"headers": {"authorization": "Bearer secret"}}
 
 
-def num_connections(pid: int) -> int:
-    links = (os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir())
-    return sum(link.startswith("socket:") for link in links)
+def sockets(pid: int) -> set[str]:
+    """The names of a process's sockets, each with a number of its own."""
+    found = set()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since the folder was listed
+            found.add(os.readlink(each))
+    return {name for name in found if name.startswith("socket:")}
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +59,22 @@ def streams(server: RunningServer, count: int, max_tokens: int = 600, **body: An
 
 
 def shared_streams(server: RunningServer, count: int) -> tuple[list[Breaking], dict[int, int]]:
-    """Streams that have begun, and how many of them each process has: on a busy machine one may have all."""
-    idle = {pid: num_connections(pid) for pid in server.api_pids}
+    """Streams that have begun, and how many of them each process has: on a busy machine one may have all.
+
+    Sockets of earlier requests may be closed meanwhile: only new ones count.
+    """
+    idle = {pid: sockets(pid) for pid in server.api_pids}
     opened = streams(server, count)
-    return opened, {pid: num_connections(pid) - before for pid, before in idle.items()}
+    taken = {pid: len(sockets(pid) - before) for pid, before in idle.items()}
+    assert sum(taken.values()) == count
+    return opened, taken
 
 
 def test_each_process_answers_and_their_counts_are_one(fleet: RunningServer) -> None:
     before = fleet.sample("hardpoint_http_requests_total", path="/v1/completions")
-    bare = [num_connections(pid) for pid in fleet.api_pids]
     alone = fleet.post("/v1/completions", SHORT).json()["choices"][0]["text"]
-    opened = streams(fleet, 8)
-    taken = [num_connections(pid) - idle for pid, idle in zip(fleet.api_pids, bare, strict=True)]
-    assert sum(taken) == 8
-    assert min(taken) > 0, "connections are shared"
+    opened, taken = shared_streams(fleet, 8)
+    assert min(taken.values()) > 0, "connections are shared"
     refused = fleet.post("/v1/completions", SHORT)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
     assert fleet.get("/load").json() == {"server_load": 8}
@@ -154,7 +160,7 @@ def test_a_process_that_is_killed(fleet: RunningServer) -> None:
     for stream in opened:
         stream.join(60)
     complete = [bool(stream.events) and stream.events[-1] == "[DONE]" for stream in opened]
-    assert sum(complete) == taken[other]
+    assert taken[other] <= sum(complete) < 6, "streams of the killed process may have ended before"
     until(lambda: all(fleet.get(f"/v1/responses/{each}").json()["status"] != "in_progress" for each in kept), 60)
     fleet.wait_until_idle()
     until(lambda: fleet.get("/load").json() == {"server_load": 0})
