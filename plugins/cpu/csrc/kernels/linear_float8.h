@@ -212,6 +212,7 @@ struct Float8Weight {
                 for (; c < next; c += kBytesInGroup) add_unmarked<rows, chains>(acc, x, c, codes + c * kPanelRows);
             }
             const float* scale = has_groups() ? scales_of(panel, first) : nullptr;
+            if (scale) fetch(scale);
             unrolled<rows * kVectors>([&](auto i) __attribute__((always_inline)) {
                 constexpr int r = i / kVectors, j = i % kVectors;
                 Floats sum = acc[i * chains];

@@ -277,6 +277,7 @@ struct ShortWeight {
             } while (fixed != 2 && steps > 0);
             Floats of_group[parts];
             load_short_scales(group.scales + first_part * kLanes, of_group);
+            fetch<kFetchAheadInOrder / 8>(group.scales);
             unrolled<parts>([&](auto j) __attribute__((always_inline)) {
                 Floats zero;
                 if (has_zeros) zero = group.zero(first_part + j) + Codes::kShortZero;

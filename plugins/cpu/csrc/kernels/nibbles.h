@@ -252,6 +252,7 @@ struct NibbleWeight {
             Sums products[rows];
             multiply_steps<Codes, rows>(products, from, w.panel(panel) + g * steps * kStepBytes, steps);
             const auto group = w.of_group(panel, g);
+            fetch<kFetchAheadInOrder / 8>(group.scales);
             for (int j = 0; j < kVectors; ++j) {
                 const Floats scale = group.scale(j);
                 if (inputs.x_sums) {
