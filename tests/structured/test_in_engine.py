@@ -376,6 +376,18 @@ def test_a_grammar_that_takes_too_much_memory_is_refused(llm: LLM, monkeypatch: 
         tried.close()
 
 
+def test_a_constraint_that_takes_too_much_memory_to_read_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child has no room for its line: as with one that cannot be compiled, the next one gets another child."""
+    monkeypatch.setattr(trials, "PROGRAM", trials.PROGRAM.replace("serve()", f"serve(max_memory={2**21})"))
+    tried = Trials(llm.tokenizer)
+    try:
+        with pytest.raises(RequestError, match="of memory to compile; make it simpler"):
+            tried.check(StructuredOutput("regex", "a" * 2**25), llm.client.facts.vocab_size)
+        tried.check(DATE, llm.client.facts.vocab_size)
+    finally:
+        tried.close()
+
+
 def test_an_allocation_that_fails_while_compiling_is_no_fault_of_the_grammar(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

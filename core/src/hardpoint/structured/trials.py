@@ -160,18 +160,19 @@ def _serve(max_memory: int) -> None:
         grammars.start(StructuredOutput.json_object())  # what is loaded once is no constraint's cost
     most = _data_bytes() + max_memory
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    for line in lines:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        try:
-            fields = json.loads(line)
-            grammars.start(StructuredOutput(**{**fields, "choices": tuple(fields["choices"])}))
-            answer = ""
-        except RequestError as error:
-            answer = str(error)
-        except MemoryError:
-            os.abort()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(answer), flush=True)
+    try:
+        for line in lines:  # reading one takes memory, too
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            try:
+                fields = json.loads(line)
+                grammars.start(StructuredOutput(**{**fields, "choices": tuple(fields["choices"])}))
+                answer = ""
+            except RequestError as error:
+                answer = str(error)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            print(json.dumps(answer), flush=True)
+    except MemoryError:
+        os.abort()
 
 
 def _data_bytes() -> int:
