@@ -233,9 +233,10 @@ def check(folder: Path) -> None:
 def certify(folder: Path, plugin: str, options: Sequence[str]) -> None:
     """Run the conformance kit over a plugin's wheel in a new environment, and add the compact certificate to the wheel.
 
-    ``options`` are those of ``hardpoint conform``. A certificate of this machine's kind of device and of the same
-    options is replaced, others stay: a wheel is certified on one machine after the other. Raises CalledProcessError
-    where a contribution is not proved; the wheel is as it was then.
+    ``options`` are those of ``hardpoint conform``. A certificate of this machine's kind of device, and of the same
+    level, family and name, is replaced, others stay: a wheel is certified on one machine after the other. Raises
+    CalledProcessError where a contribution is not proved, and ReleaseError for a part of the cases; the wheel is as it
+    was then.
     """
     wheels, environment = _wheels(folder), _own_environment()
     wheel = wheels[f"hardpoint-{plugin}"]
@@ -251,9 +252,17 @@ def certify(folder: Path, plugin: str, options: Sequence[str]) -> None:
 
 
 def ship(wheel: Path, certificate: Path) -> str:
-    """Put a certificate into a plugin's wheel, whose package is named as its distribution. Returns its name there."""
+    """Put a certificate into a plugin's wheel, whose package is named as its distribution. Returns its name there.
+
+    Raises ReleaseError for a certificate of some of the cases, which counts for nothing.
+    """
     data = json.loads(certificate.read_text(encoding="utf-8"))
-    parts = [data["device"]["arch"], data["device"].get("isa"), *(data["scope"][key] for key in ("family", "name"))]
+    if not data["complete"]:
+        raise ReleaseError(
+            "a part of the cases certifies nothing; leave out --shard and --case, and divide by --family"
+        )
+    device, scope = data["device"], data["scope"]
+    parts = device["arch"], device.get("isa"), data["level"], scope["family"], scope["name"]
     name = f"certificates/{'-'.join(filter(None, parts))}.json"
     with tempfile.TemporaryDirectory() as temporary:
         tool = [sys.executable, "-m", "wheel"]

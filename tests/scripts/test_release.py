@@ -83,17 +83,35 @@ def test_certificates_join_a_wheel(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "wheel", "pack", "--dest-dir", tmp_path, tmp_path / "whole"], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     made = tmp_path / "made.json"
-    for family, isa, date in (("op", "avx2", 1), (None, "avx2", 2), ("op", "avx2", 3), ("op", None, 4)):
+
+    def write(isa: str | None, level: str, family: str | None, date: int, *, complete: bool = True) -> None:
         device, scope = {"arch": "x86_64", "isa": isa}, {"family": family, "name": None, "case": "*"}
-        made.write_text(json.dumps({"device": device, "scope": scope, "date": date}))
+        found = {"device": device, "scope": scope, "level": level, "complete": complete, "date": date}
+        made.write_text(json.dumps(found))
+
+    for isa, level, family, date in (
+        *(("avx2", "full", "op", 1), ("avx2", "full", None, 2), ("avx2", "full", "op", 3)),
+        *((None, "full", "op", 4), ("avx2", "quick", "op", 5)),
+    ):
+        write(isa, level, family, date)
         name = ship(wheel, made)
-        assert name == f"certificates/{'-'.join(filter(None, ('x86_64', isa, family)))}.json"
+        assert name == f"certificates/{'-'.join(filter(None, ('x86_64', isa, level, family)))}.json"
+    before = wheel.read_bytes()
+    write("avx2", "full", "op", 6, complete=False)
+    with pytest.raises(ReleaseError, match="leave out --shard and --case"):
+        ship(wheel, made)
+    assert wheel.read_bytes() == before
     with zipfile.ZipFile(wheel) as files:
         record = files.read("hardpoint_cpu-0.2.0.dist-info/RECORD").decode()
         found = {name: files.read(name) for name in files.namelist() if not name.endswith("/")}
     assert all(f"{name},sha256=" in record for name in found if not name.endswith("RECORD"))
     dates = {name.rpartition("/")[2]: json.loads(data)["date"] for name, data in found.items() if "certif" in name}
-    assert dates == {"x86_64-avx2-op.json": 3, "x86_64-avx2.json": 2, "x86_64-op.json": 4}
+    assert dates == {
+        "x86_64-avx2-full-op.json": 3,
+        "x86_64-avx2-full.json": 2,
+        "x86_64-full-op.json": 4,
+        "x86_64-avx2-quick-op.json": 5,
+    }
     assert "hardpoint_cpu/__init__.py" in found
 
 
