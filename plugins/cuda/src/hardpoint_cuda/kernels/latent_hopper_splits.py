@@ -130,4 +130,4 @@ def merge_columns(
                 one = gl.load(at, mask=whole, other=0.0, cache_modifier=".cg")
                 merged += one * exp2(one_highest - highest)[:, None]
         result = (merged / total[:, None]).to(out.dtype.element_ty)
-        gl.store(out + heads[:, None] * out_head_stride + columns[None, :], result)
+        gl.store(out + heads[:, None].to(gl.int64) * out_head_stride + columns[None, :], result)
