@@ -12,6 +12,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # it has no types of its own
 
 from hardpoint.cli.serve import serve
+from hardpoint.terminal.lazy import HELP_OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "containers").glob("*.Dockerfile"))
@@ -51,7 +52,9 @@ def test_the_image_runs_the_server_without_root_and_says_whether_it_is_well(file
 def test_its_command_is_one_that_serve_takes(file: Path) -> None:
     command, *arguments = json.loads(last_stage(file)["CMD"])
     assert command == "serve"
-    flags = {flag for param in serve.get_params(click.Context(serve)) for flag in param.opts}
+    flags = {
+        flag for param in serve.get_params(click.Context(serve, help_option_names=HELP_OPTIONS)) for flag in param.opts
+    }
     assert {argument for argument in arguments if argument.startswith("-")} <= flags
     assert arguments[arguments.index("--platform") + 1] == file.stem.partition(".")[0]
 
@@ -79,7 +82,9 @@ def test_the_job_of_kuberay_serves_on_all_gpus_that_it_asks_for() -> None:
     name, command, _, *flags = job["spec"]["entrypoint"].split()
     assert (name, command) == ("hardpoint", "serve")
     given = dict(zip(flags[::2], flags[1::2], strict=True))
-    assert given.keys() <= {flag for param in serve.get_params(click.Context(serve)) for flag in param.opts}
+    assert given.keys() <= {
+        flag for param in serve.get_params(click.Context(serve, help_option_names=HELP_OPTIONS)) for flag in param.opts
+    }
     assert given["--executor"] == "ray"
     cluster = job["spec"]["rayClusterSpec"]
     groups = [(1, cluster["headGroupSpec"]), *((group["replicas"], group) for group in cluster["workerGroupSpecs"])]

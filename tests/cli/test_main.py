@@ -43,6 +43,16 @@ def test_every_command_has_a_help_text(name: str, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == shown
 
 
+def test_a_command_that_was_parsed_alone_keeps_both_help_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """Click makes that option once, as the first context says."""
+    from hardpoint.cli.serve import serve
+
+    serve._help_option = None
+    serve.make_context("serve", ["demo"])
+    assert run(["serve", "-h"]) == 0
+    assert "Usage: hardpoint serve" in capsys.readouterr().out
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     import hardpoint
 

@@ -10,6 +10,7 @@ import pytest
 from hardpoint.config import SETTINGS, EngineConfig, Group
 from hardpoint.terminal import engine_options as options
 from hardpoint.terminal.engine_options import EngineCommand
+from hardpoint.terminal.lazy import HELP_OPTIONS
 from hardpoint_plugin_api import ConfigError, ConfigKey
 
 KEYS = {
@@ -40,7 +41,11 @@ def parse(*args: str) -> EngineConfig:
 
 def test_every_setting_has_a_flag() -> None:
     command = EngineCommand("probe")
-    flags = {name for param in command.get_params(click.Context(command)) for name in param.opts}
+    flags = {
+        name
+        for param in command.get_params(click.Context(command, help_option_names=HELP_OPTIONS))
+        for name in param.opts
+    }
     assert {f"--{name.replace('_', '-')}" for name in SETTINGS} <= flags
     assert {"--acme.workspace_mib", "--acme.fast", "--config"} <= flags
 
@@ -120,7 +125,7 @@ def test_two_models_are_refused() -> None:
 
 def test_help_groups_options_and_shows_defaults() -> None:
     command = EngineCommand("probe", params=[click.Option(["--prompt"], help="Own.")])
-    text = command.get_help(click.Context(command))
+    text = command.get_help(click.Context(command, help_option_names=HELP_OPTIONS))
     titles = ["Options", *Group, "Settings of plugins"]
     places = [text.index(f"\n{title}:\n") for title in titles]
     assert places == sorted(places)

@@ -13,6 +13,7 @@ import click
 
 from hardpoint.bench.command import as_command
 from hardpoint.bench.registry import BenchResult, BenchRow, Curve, benchmark, environment, find
+from hardpoint.terminal.lazy import HELP_OPTIONS
 from hardpoint.terminal.output import check_writable
 from hardpoint_plugin_api import ConfigError, UnknownNameError
 
@@ -85,7 +86,7 @@ def _grid(vary: Sequence[str]) -> list[Point]:
 def _arguments(command: click.Command, point: Point) -> list[str]:
     """The flags of a point; those that take no value are varied over true and false. Raises ConfigError."""
     opposites: dict[str, list[str]] = {}
-    for param in command.get_params(click.Context(command)):
+    for param in command.get_params(click.Context(command, help_option_names=HELP_OPTIONS)):
         if isinstance(param, click.Option) and param.is_flag:
             opposites |= dict.fromkeys(param.opts, param.secondary_opts[:1])
             opposites |= dict.fromkeys(param.secondary_opts, param.opts[:1])

@@ -17,7 +17,7 @@ mark("interpreter")
 import click  # noqa: E402  # counted as part of the command line, not of the interpreter
 
 from hardpoint.cli.log import show_log  # noqa: E402
-from hardpoint.terminal.lazy import Lazy, LazyGroup  # noqa: E402
+from hardpoint.terminal.lazy import HELP_OPTIONS, Lazy, LazyGroup  # noqa: E402
 from hardpoint.thread_waiting import wait_briefly  # noqa: E402
 
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
@@ -63,7 +63,7 @@ cli = LazyGroup(
         ),
     ],
     elsewhere={name: f"plugins {name}" for name in ("doctor", "list", "lock", "new", "verify")},
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": HELP_OPTIONS},
     callback=lambda debug: None,
     no_args_is_help=True,
 )

@@ -14,6 +14,7 @@ from hardpoint.config import SETTINGS, EngineConfig, Group, PluginKeys, group_of
 from hardpoint.config.errors import flag_of
 from hardpoint.config.settings import metavar_of
 from hardpoint.config.vllm_names import FlagNames, translate_flags
+from hardpoint.terminal.lazy import HELP_OPTIONS
 from hardpoint_plugin_api import ConfigError, ConfigKey
 
 DEFAULTS = {"model": "demo"}
@@ -28,6 +29,7 @@ class EngineCommand(click.Command):
     """
 
     def __init__(self, *args: Any, title: str = "Options", **options: Any) -> None:
+        options.setdefault("context_settings", {"help_option_names": HELP_OPTIONS})
         super().__init__(*args, **options)
         self._title = title
 

@@ -9,6 +9,9 @@ from types import MappingProxyType
 
 import click
 
+HELP_OPTIONS = ["-h", "--help"]
+"""For every click.Context of a command: click keeps the option that it makes with the first of them."""
+
 
 @dataclass(frozen=True)
 class Lazy:
