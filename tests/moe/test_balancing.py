@@ -253,7 +253,7 @@ def test_a_model_without_experts() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"num_redundant_experts": 2}, "num_redundant_experts = 2 takes effect with --enable-eplb"),
+        ({"num_redundant_experts": 2}, "num_redundant_experts = 2 has no effect without --enable-eplb"),
         ({"enable_eplb": True}, "add --enable-expert-parallel"),
         (OFTEN | {"expert_parallel_size": 2, "batch_invariant": True}, "--batch-invariant"),
         (OFTEN | {"expert_parallel_size": 2, "eplb_window_size": 9}, "must be at most"),

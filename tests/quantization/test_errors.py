@@ -206,7 +206,12 @@ FLAGS = [
         r"groups of 48 do not divide the 64 columns of 'model.layers.0.self_attn.q_",
     ),
     ("int8", "activations=some", ConfigError, r"activations=some: must be one of dynamic, none"),
-    (None, "group_size=16", ConfigError, r"--quantization-options group_size=16: .*--quantization asks for"),
+    (
+        None,
+        "group_size=16",
+        ConfigError,
+        r"--quantization-options group_size=16: only weights .*; add --quantization METHOD",
+    ),
 ]
 
 

@@ -49,11 +49,17 @@ class Collectives(Protocol):
         ...
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Send ``x`` to the group's rank ``to``, which calls ``recv``."""
+        """Send ``x`` to the group's rank ``to``, which must call ``recv`` with a tensor of the same shape and dtype.
+
+        Work that is submitted after this call may overwrite ``x``.
+        """
         ...
 
     def recv(self, x: torch.Tensor, source: int) -> None:
-        """Fill ``x`` with what the group's rank ``source`` sends."""
+        """Receive a tensor from the group's rank ``source``, which must call ``send``, and write it to ``x``.
+
+        Work that is submitted after this call may read ``x``.
+        """
         ...
 
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:

@@ -72,7 +72,8 @@ def included_files(data: Data, source: str) -> tuple[IncludedFile, ...]:
 def contribution_tables(data: Data, source: str, files: Sequence[IncludedFile]) -> list[Placed]:
     """The tables of all contributions of a manifest: its own, then what it includes, with overrides applied.
 
-    ``files`` are its ``included_files``. Raises ManifestError, naming the file, for what does not go together.
+    ``files`` are its ``included_files``. Raises ManifestError, naming the file: for a section of the wrong type, for a
+    key that an included file must not have, and for an override of a contribution that no file has.
     """
     own = [(table, source) for table in _filled(data, source)]
     entries = zip(_list(data, "include", source), files, strict=True)

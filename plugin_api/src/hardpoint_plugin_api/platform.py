@@ -310,8 +310,9 @@ class Platform(ABC):
         return int(self.memory.snapshot().free * 0.9)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` (in host memory) in pinned memory, from which the device copies asynchronously, if there is
-        such.
+        """Return the host tensor ``tensor`` in pinned memory, from which the device can copy asynchronously.
+
+        Default: ``tensor`` itself, for platforms without pinned memory.
         """
         return tensor
 

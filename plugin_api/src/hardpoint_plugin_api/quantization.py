@@ -160,8 +160,8 @@ class StoredTensor:
 class Scheme:
     """How one matrix is stored and multiplied: the specs of weight and activation, and the checkpoint's tensors.
 
-    ``must_agree``: a value that must be equal in modules that are merged, beyond the specs: scales of static
-    activations, column groups.
+    Modules can be merged into one matrix (such as q, k and v) where their specs and their values of ``must_agree`` are
+    equal. Examples of ``must_agree``: the scale of static activations, the order of columns.
     """
 
     weight: QuantSpec

@@ -92,12 +92,12 @@ class PlatformWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class OpWorkload(Workload):
-    """One use of an op. ``layout`` and ``kv_dtype``: of the cache, for an op on one. ``spec``: the quantization of its
-    output.
+    """One use of an op. A field that the op has no use for is None.
 
-    ``routing``: the op that chooses experts, for an op that includes one. For an op of all ranks, ``parallel`` is what
-    the group of ``ranks`` shares (``tp``), and ``hidden_size`` the length of a row. ``scalars``: name and value of the
-    op's ``static`` keyword arguments that are the same in every call of this use and known when it is bound.
+    ``layout`` and ``kv_dtype``: the KV cache's, for an op that reads or writes it. ``spec``: the quantization of the
+    output. ``routing``: the name of the op that chooses experts, for a composite op that calls it. For an op that sums
+    over ranks: ``parallel`` names the group (``tp``), ``ranks`` is its size, ``hidden_size`` the length of a row.
+    ``scalars``: names and values of the op's ``static`` keyword arguments. They are the same in every call of this use.
     """
 
     family: ClassVar[str] = "op"

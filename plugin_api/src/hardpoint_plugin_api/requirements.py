@@ -211,10 +211,10 @@ class SpecRequirement(Requirement):
 
 @dataclass(frozen=True)
 class ScalarRequirement(Requirement):
-    """A keyword argument of the op has one of the values in every call of this use.
+    """A ``static`` keyword argument of the op must have one of ``values``.
 
-    An op's ``static`` arguments are known when it is bound, if the layer that binds it says them; where one is not, the
-    contribution is rejected, since any value might come. A number is no truth value: 1 is not true.
+    The layer that binds the op gives the values of static arguments. Where it leaves this argument out, a later call
+    could have any value, so the contribution is rejected. Numbers do not match booleans: 1 is not true.
     """
 
     name: str

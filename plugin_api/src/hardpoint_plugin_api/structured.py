@@ -117,7 +117,7 @@ class StructuredOutput:
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> Self:
-        """One of several texts."""
+        """Constrain the output to one of the texts in ``choices``. Raises RequestError for anything but a list."""
         if isinstance(choices, str) or not isinstance(choices, Sequence):
             raise RequestError(f"structured output: choices must be a list of texts, got {choices!r:.80}")
         return cls("choice", choices=tuple(choices))

@@ -115,7 +115,7 @@ def _sizes(text: str) -> list[int]:
     metavar="NAME",
     help="Communicator to measure. Default: the one that an engine would use.",
 )
-@click.option("--sizes", default="1k,64k,1m,16m", show_default=True, help="Bytes of the tensors.")
+@click.option("--sizes", default="1k,64k,1m,16m", show_default=True, help="Sizes of the tensors to measure, in bytes.")
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(_DTYPES))
 @click.option("--only", default="", metavar="TEXT", help="Measure only collectives with TEXT in their name.")
 @click.option(

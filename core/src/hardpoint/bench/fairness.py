@@ -40,7 +40,7 @@ class _Run:
     default=3,
     show_default=True,
     type=click.IntRange(min=0),
-    help="Steps of the long prompt before the short request arrives.",
+    help="Number of steps that the long prompt runs alone before the short request is sent.",
 )
 @click.option(
     "--repeat", default=5, show_default=True, type=click.IntRange(min=1), help="Runs to measure; the median counts."

@@ -76,7 +76,11 @@ _SPECS = {
 @click.option(
     "--rounds", default=15, show_default=True, type=click.IntRange(min=3), help="Rounds to measure; the median counts."
 )
-@click.option("--eager", is_flag=True, help="Call every kernel from Python, as steps without graphs do.")
+@click.option(
+    "--eager",
+    is_flag=True,
+    help="Time kernels without captured graphs: each is called from Python, and the call is included.",
+)
 @click.option(
     "--sequences",
     default=64,

@@ -58,7 +58,7 @@ _CPU_GOAL = "goal at most 60 us"
     default=1,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Processes that answer HTTP, of a server that is started here.",
+    help="Number of HTTP processes of the server that this command starts.",
 )
 @click.option(
     "--token-rate",

@@ -124,7 +124,7 @@ class EngineConfig(EngineSettings):
         addresses = ("data_parallel_address", "data_parallel_rpc_port")
         given = [written(key, getattr(self, key), origins) for key in addresses if key in self._explicit]
         shared = "--enable-expert-parallel divides the experts among the ranks of all replicas"
-        own = "leave it out, or divide them among the ranks of each replica by --expert-parallel-size"
+        own = "leave that flag out, or divide the experts among the ranks of each replica by --expert-parallel-size"
         local, is_launched = self.local_replicas, self.executor == "torchrun"
         is_apart = self._shares_experts and not is_launched and len(local) < self.data_parallel_size
         if given and not is_apart:
@@ -138,8 +138,8 @@ class EngineConfig(EngineSettings):
             here = f"this server has {len(local)} of {written('data_parallel_size', self.data_parallel_size, origins)}"
             if self.data_parallel_address is None:
                 raise ConfigError(
-                    f"{shared}, and {here}; give all servers --data-parallel-address HOST of the one that has replica "
-                    f"0, or {own}"
+                    f"{shared}, and {here}, so that it must find the other servers; give each of them "
+                    f"--data-parallel-address HOST, the address of the server with replica 0, or {own}"
                 )
         if self.executor not in (None, "mp", "ray", "torchrun"):
             executor = written("executor", self.executor, origins)
@@ -154,7 +154,8 @@ class EngineConfig(EngineSettings):
         if not self.enable_eplb:
             for key in ("num_redundant_experts", "eplb_step_interval", "eplb_window_size"):
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ConfigError(f"{written(key, getattr(self, key), origins)} takes effect with --enable-eplb")
+                    given = written(key, getattr(self, key), origins)
+                    raise ConfigError(f"{given} has no effect without --enable-eplb; add that flag, or leave this out")
             return
         wanted = written("enable_eplb", self.enable_eplb, origins)
         if self.topology.expert == 1:

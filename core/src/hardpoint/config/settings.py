@@ -406,7 +406,7 @@ class EngineSettings(BaseModel):
     core_start_timeout: Count = setting(
         Group.FAILURES,
         600,
-        "Seconds that the process of --core-process may take to load the model, and others to get ready after it.",
+        "Seconds that loading the model may take, and that ranks, replicas and servers wait for each other at startup.",
     )
     step_timeout: Count = setting(Group.FAILURES, 300, "Seconds after which a step counts as hung: the engine fails.")
     on_engine_failure: OnFailure | None = setting(

@@ -44,11 +44,12 @@ def method_name(config: EngineConfig, checkpoint: Checkpoint, plugins: PluginSet
             f"{stored!r} already; leave the flag out, or give the model that was not quantized"
         )
     if config.quantization_options and (stored or not wanted):
-        raise ConfigError(
-            f"--quantization-options {','.join(config.quantization_options)}: they are for weights that are quantized "
-            "while they load, which --quantization asks for"
-            + (f"; {checkpoint.config_path} says how these are quantized" if stored else "")
-        )
+        given = f"--quantization-options {','.join(config.quantization_options)}"
+        if stored:
+            why = f"the checkpoint is quantized already, as {checkpoint.config_path} says; leave the flag out"
+        else:
+            why = "only weights that are quantized while loading have options; add --quantization METHOD"
+        raise ConfigError(f"{given}: {why}")
     if name is None:
         return None
     if not stored and f"{name}{_ONLINE}" in every:

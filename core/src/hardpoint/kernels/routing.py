@@ -271,8 +271,8 @@ def _route(
     number, kept = groups or (1, 1)
     if experts % number or not 1 <= kept <= number or not 0 <= top_k <= kept * (experts // number):
         raise ConfigError(
-            f"route_topk: {top_k} experts of the best {kept} of {number} groups of {experts} experts cannot be chosen; "
-            "groups must divide the experts, and hold enough of them"
+            f"route_topk: cannot choose {top_k} experts from the best {kept} of {number} groups of {experts} experts; "
+            "the number of groups must divide the number of experts, and the best groups must have enough of them"
         )
     if bias is not None:
         check_bias(bias, logits)

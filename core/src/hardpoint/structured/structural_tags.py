@@ -170,10 +170,12 @@ class _Rules:
     def _dispatched(self, form: Format, at: str) -> Iterator[tuple[str, str]]:
         rules = form.get("rules")
         if not isinstance(rules, list):
-            raise ValueError(f"{at}: rules is a list of pairs, each a text and a format")
+            raise ValueError(f"{at}: rules must be a list of [text, format] pairs, got {rules!r:.80}")
         for rule, where in _placed(rules, f"{at}.rules"):
             if not isinstance(rule, list) or len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
-                raise ValueError(f"{where}: a rule is a list of a text and a format")
+                raise ValueError(
+                    f"{where}: a rule must be a pair [text, format] with a text that is not empty, got {rule!r:.80}"
+                )
             if _is_open(rule[1]):
                 raise ValueError(f"{where}: free text here has no end; put a tag around it")
             yield rule[0], self._rule(self.of(rule[1], (), f"{where}[1]"))
