@@ -71,10 +71,15 @@ def shared_streams(server: RunningServer, count: int) -> tuple[list[Breaking], d
 
 
 def test_each_process_answers_and_their_counts_are_one(fleet: RunningServer) -> None:
-    before = fleet.sample("hardpoint_http_requests_total", path="/v1/completions")
     alone = fleet.post("/v1/completions", SHORT).json()["choices"][0]["text"]
-    opened, taken = shared_streams(fleet, 8)
-    assert min(taken.values()) > 0, "connections are shared"
+    for _ in range(10):
+        before = fleet.sample("hardpoint_http_requests_total", path="/v1/completions")
+        opened, taken = shared_streams(fleet, 8)
+        if all(taken.values()):
+            break
+        for stream in opened:
+            stream.join(60)
+    assert all(taken.values()), "connections are shared"
     refused = fleet.post("/v1/completions", SHORT)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
     assert fleet.get("/load").json() == {"server_load": 8}
@@ -84,7 +89,7 @@ def test_each_process_answers_and_their_counts_are_one(fleet: RunningServer) -> 
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda _: fleet.post("/v1/completions", SHORT), range(8)))
     assert [answer.json()["choices"][0]["text"] for answer in answers] == [alone] * 8
-    assert fleet.sample("hardpoint_http_requests_total", path="/v1/completions") == before + 17
+    assert fleet.sample("hardpoint_http_requests_total", path="/v1/completions") == before + 16
     assert fleet.sample("hardpoint_http_requests_total", status="429") == 1
     assert fleet.sample("hardpoint_http_open_requests") == 1, "of all processes: that which is asked here"
     fleet.wait_until_idle()
