@@ -252,7 +252,8 @@ def certify(folder: Path, plugin: str, options: Sequence[str]) -> None:
 
 
 def ship(wheel: Path, certificate: Path) -> str:
-    """Put a certificate into a plugin's wheel, whose package is named as its distribution. Returns its name there.
+    """Put a certificate into a plugin's wheel, whose package is named as its distribution. Returns the certificate's
+    path in the package.
 
     Raises ReleaseError for a certificate of some of the cases, which counts for nothing.
     """

@@ -285,7 +285,7 @@ _CUDA = "Plugin cuda has it, and is left out by --plugins: add cuda to --plugins
         (["--device", "h100"], _CUDA),
         (
             ["--use", "linear=triton_int8_gemm"],
-            "Plugins cuda, rocm, xpu have it, and are left out by --plugins: add the one to use.",
+            "Plugins cuda, rocm, xpu have it, and are left out by --plugins: add one of them to --plugins.",
         ),
     ],
 )

@@ -256,5 +256,7 @@ def _told(unused: Iterable[PluginRecord]) -> str:
     if len(left_out) == 1:
         others.insert(0, f"Plugin {left_out[0]} has it, and is left out by --plugins: add {left_out[0]} to --plugins.")
     elif left_out:
-        others.insert(0, f"Plugins {', '.join(left_out)} have it, and are left out by --plugins: add the one to use.")
+        others.insert(
+            0, f"Plugins {', '.join(left_out)} have it, and are left out by --plugins: add one of them to --plugins."
+        )
     return " ".join(others)
