@@ -117,6 +117,17 @@ def test_a_replica_whose_ranks_are_lost_waits_for_nobody(tmp_path: Path, monkeyp
     close(other)
 
 
+def test_a_replica_whose_ranks_are_lost_meets_nobody(tmp_path: Path) -> None:
+    """The other one is idle, and may never come."""
+    at_fault, other = joined(tmp_path, 2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(at_fault.meet, "begins sleep", lambda: None)
+        at_fault.break_off()
+        with pytest.raises(EngineDeadError, match="this replica's ranks are lost"):
+            waiting.result(60)
+    close(at_fault, other)
+
+
 def test_a_replica_that_is_closed(tmp_path: Path) -> None:
     """It is missed by a step alone: an idle replica is about to be closed, too."""
     here, there = joined(tmp_path, 2)

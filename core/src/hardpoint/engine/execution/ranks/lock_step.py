@@ -63,11 +63,8 @@ class LockStepExecutor:
         """
         with _explained(self._rounds):
             self._ranks.check()
-            try:
+            with self._own_reason():
                 shares = self._rounds.agree(Share(step.num_tokens, captured_tokens(self.facts.captured, step)))
-            except EngineDeadError:
-                self._ranks.check()  # where they are lost, that is the reason
-                raise
             captured = captured_by_all(shares)
             tokens = tuple(captured or share.tokens for share in shares)
             submitted = self._ranks.submit(replace(step, replica_tokens=tokens, captured_tokens=captured))
@@ -80,7 +77,8 @@ class LockStepExecutor:
     def control(self, verb: Verb[R]) -> list[R]:
         """See Executor. MeetReplicas is not for the ranks: other cores are met."""
         if isinstance(verb, MeetReplicas):
-            self._rounds.meet(verb.said, self.keep_up)
+            with _explained(self._rounds), self._own_reason():
+                self._rounds.meet(verb.said, self.keep_up)
             return []
         return self._ranks.control(verb)
 
@@ -99,6 +97,15 @@ class LockStepExecutor:
 
         self._ranks.when_lost(told)
         self._rounds.when_begun(notify)
+
+    @contextmanager
+    def _own_reason(self) -> Iterator[None]:
+        """Where the replicas cannot go on, and this one's ranks are lost, raise EngineDeadError with their reason."""
+        try:
+            yield
+        except EngineDeadError:
+            self._ranks.check()
+            raise
 
     def shutdown(self, deadline: float) -> None:
         """See Executor. Where the ranks are lost, the other replicas end as well.

@@ -24,6 +24,8 @@ CLOSED = "the engine is closed"
 """The reason where another replica was closed first."""
 CANNOT_GO_ON = "cannot go on: RankLostError"
 """In the reasons of ranks whose work was lost with another rank's, which may be another replica's."""
+_BROKEN_OFF = "this replica's ranks are lost"
+"""The reason where the ranks themselves give none."""
 
 _GRACE = 0.5
 """Seconds for a replica that is gone to be missed where all are watched, and its end be told with its reason."""
@@ -113,12 +115,15 @@ class Rounds:
             silent = ", ".join(str(number) for number, each in self._shares.items() if not each)
         raise EngineDeadError(
             self._ended
-            or ("this replica's ranks are lost" if self._is_broken_off else "")
+            or (_BROKEN_OFF if self._is_broken_off else "")
             or f"replica {silent} did not take part in a step within {self._seconds:g} seconds (--step-timeout)"
         )
 
     def break_off(self) -> None:
-        """Have ``agree`` wait no longer: this replica's own ranks are lost. Others may wait for it to say so."""
+        """Have ``agree`` and ``meet`` wait no longer: this replica's own ranks are lost.
+
+        Others may wait for it to say so.
+        """
         with self._changed:
             self._is_broken_off = True
             self._changed.notify_all()
@@ -159,7 +164,7 @@ class Rounds:
         """Wait until all replicas have come here, and call ``keep_up`` for each round that one of them still begins.
 
         Each begins no more rounds before it returns. Raises EngineError where another says something else than
-        ``said``, or has finished; EngineDeadError where one is gone.
+        ``said``, or has finished; EngineDeadError where one is gone, and once this replica breaks off.
         """
         padding = b" " * (-len(said.encode()) % _NUMBER.size)
         for connection in self._others.values():
@@ -167,9 +172,11 @@ class Rounds:
                 connection.send_bytes(_MEETS + said.encode() + padding)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or self.has_begun or self._have_met or self._missed)
-                if self._ended:
-                    raise EngineDeadError(self._ended)
+                self._changed.wait_for(
+                    lambda: self._ended or self._is_broken_off or self.has_begun or self._have_met or self._missed
+                )
+                if self._ended or self._is_broken_off:
+                    raise EngineDeadError(self._ended or _BROKEN_OFF)
                 if not self.has_begun:
                     break
             keep_up()
