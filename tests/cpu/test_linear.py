@@ -237,13 +237,16 @@ def test_a_row_has_the_same_bits_whoever_is_with_it(level: str, name: str) -> No
         ("int8-weight", 33, "bfloat16 is read in pairs"),
         ("fp8", 33, "bfloat16 is read in pairs"),
         ("fp8-odd-blocks", 64, "groups of columns (wanted 30, supported a multiple of 4)"),
+        ("fp8-two-scales", 64, "scales of an element (wanted 2, supported 1)"),
         ("int8", 131_072, "sums of whole numbers have 32 bits (wanted 131072, supported up to 131071)"),
         ("int4", 48, "groups of columns (wanted 32 of 48, supported a multiple of 8 that divides the columns)"),
     ],
 )
 def test_shapes_that_it_cannot_pack_are_refused(name: str, columns: int, reason: str) -> None:
-    odd = QuantSpec("float8_e4m3fn", scales=(Scale("float32", (1, 30)),)), QuantSpec("bfloat16")
-    kind, pair = (_pairs(torch.bfloat16) | {"fp8-odd-blocks": (Float8PanelLinear, odd)})[name]
+    odd, plain = QuantSpec("float8_e4m3fn", scales=(Scale("float32", (1, 30)),)), QuantSpec("bfloat16")
+    more = {"fp8-odd-blocks": (Float8PanelLinear, (odd, plain))}
+    more |= {"fp8-two-scales": (Float8PanelLinear, (replace(odd, scales=_NV), plain))}
+    kind, pair = (_pairs(torch.bfloat16) | more)[name]
     workload = LinearWorkload(dtype="bfloat16", in_features=columns, out_features=16, spec=pair)
     (found,) = kind.supports(workload, cast(Any, None))
     assert reason in str(found)

@@ -27,11 +27,14 @@ class Float8PanelLinear(PanelLinear):
 
     @classmethod
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
-        """Refuse groups that are no multiple of 4 columns."""
+        """Refuse groups that are no multiple of 4 columns, and scales of scales."""
         assert workload.spec is not None
-        reasons, group = super().supports(workload, device), workload.spec[0].scales[0].block[1]
+        reasons, scales = super().supports(workload, device), workload.spec[0].scales
+        group = scales[0].block[1]
         if group != -1 and group % 4:
             reasons.append(Reason("group", "groups of columns", wanted=str(group), supported="a multiple of 4"))
+        if len(scales) > 1:
+            reasons.append(Reason("scales", "scales of an element", wanted=str(len(scales)), supported="1"))
         return reasons
 
     def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
