@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 512
 """As the manifest says."""
 _LAUNCHED_EARLY, _LAUNCHED_LATE = 1, 129
-"""Numbers of rows whose launches differ, by which the kernel's two variants are compiled; see launch.py."""
+"""Numbers of rows for which the kernel is launched early, and is not: ``init`` compiles both. See launch.py."""
 _MOST_WARPS = 32
 """Of the programs that a multiprocessor runs at once, by a cautious count."""
 _WARP = 32

@@ -27,12 +27,12 @@ SLOT_BYTES = 8 << 20
 SUM_BYTES = 1 << 20
 """The largest total of all ranks' tensors that are summed by their own kernel: each rank reads all of it."""
 PROGRAMS = 256
-"""The most programs of a launch, one for each multiprocessor: all run at once."""
+"""The most programs of a launch. There is one for each multiprocessor, so that all run at once."""
 WARPS = 8
 _VECTOR = 16
 """Bytes that a thread copies at once. Rows that are no multiple go through NCCL."""
 _LAUNCHED_EARLY, _LAUNCHED_LATE = 1, 129
-"""Numbers of rows whose launches differ, by which the kernels' two variants are compiled; see launch.py."""
+"""Numbers of rows for which a kernel is launched early, and is not: ``init`` compiles both. See launch.py."""
 _INTEGER = 4
 _ALIGN = 128
 
@@ -187,5 +187,5 @@ def _in_vectors(nbytes: int) -> bool:
 
 
 def _placed(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a copy that begins where vectors do."""
+    """``x``, or a copy whose address is a multiple of 16 bytes, as vectors need."""
     return x if aligned(x) else x.clone()

@@ -122,7 +122,7 @@ _EXCLUDED: Exclusions = {
     ("collective", "width"): lambda name, width: name == "all_gather_columns" and width not in _MATRICES,
     ("rows", "width"): lambda rows, width: rows == "large" and width not in _MATRICES,
 }
-"""Some collectives take as many rows on every rank, or matrices alone; large tensors have wide rows."""
+"""Some collectives need as many rows on every rank, some need tensors with two axes; large tensors have wide rows."""
 
 
 def _has(subject: Subject, name: str) -> bool:

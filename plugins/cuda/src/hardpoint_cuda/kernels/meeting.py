@@ -28,7 +28,7 @@ def pointer(address, kind):
 
 @triton.jit
 def row_start(base, row, count, VECTOR: tl.constexpr):
-    """Where a row of ``count`` elements begins, a multiple of VECTOR of them."""
+    """The address of row number ``row`` of rows of ``count`` elements, a multiple of VECTOR."""
     return base + tl.multiple_of(row * count.to(tl.int64), VECTOR)
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from hardpoint_cuda.kernels.meeting import meet, pointer, row_start
 
 _ARGUMENTS = ["num_rows", "words", "rank", "world", "slot", "flags_at", "meetings_at", "left_at"]
-"""Numbers of which no variant is compiled."""
+"""Integer arguments whose values Triton compiles no variants for."""
 
 
 @triton.jit
@@ -63,8 +63,8 @@ def gather_columns_kernel(
 ):
     """x [T, w] of all ranks to out [T, N * w]; T rows of w words take at most ``slot`` bytes.
 
-    Words are int32, and w is a multiple of VECTOR. Without ranks (world = 0) and rows nothing happens. A rank that
-    leaves its group meanwhile gets anything.
+    Words are int32, and w is a multiple of VECTOR. Without ranks (world = 0) and rows nothing happens. Results of a
+    rank that leaves its group meanwhile are undefined.
     """
     if BEGIN is not None:
         BEGIN()

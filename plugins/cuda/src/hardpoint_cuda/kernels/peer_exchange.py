@@ -22,7 +22,7 @@ SCALES: tl.constexpr = tl.constexpr(128)
 """Elements of scales that a program copies at once."""
 
 _ARGUMENTS = ["num_tokens", "most", "top_k", "own", "rank", "world", "flags_at", "meetings_at", "left_at", "ids_at"]
-"""Numbers of which no variant is compiled."""
+"""Integer arguments whose values Triton compiles no variants for."""
 
 
 @triton.jit(do_not_specialize=[*_ARGUMENTS, "words", "scale_words", "weights_at", "rows_at", "scales_at"])
