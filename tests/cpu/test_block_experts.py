@@ -189,8 +189,8 @@ class SumsLeftOut(BlockExperts):
         read = matrix.read
 
         def without_sums(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            codes, scales, sums, numbers = read(x)
-            return codes, scales, sums.zero_(), numbers
+            codes, scales, sums, *others = read(x)
+            return codes, scales, sums.zero_(), *others
 
         matrix.read = without_sums  # type: ignore[method-assign]
         try:

@@ -94,6 +94,26 @@ def test_a_row_has_the_same_bits_whoever_is_with_it(level: str, name: str) -> No
         assert torch.equal(kernel.apply(LinearCall(x[rows], weights)), whole[rows])
 
 
+@pytest.mark.parametrize("name", SERVED)
+def test_the_greatest_sums_are_exact(level: str, name: str) -> None:
+    """Every element and every activation at its limit, of all signs, where sums of few bits would overflow."""
+    n, k, spec = 16, 512, SPECS[name].spec
+    slots, kernel = _slots(name, n, k), _kernel(name, n, k, torch.float32)
+    bits = int(spec.element[-1])
+    low, high = (0, 2**bits - 1) if spec.element.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    for row, code in enumerate((low, high) * (n // 2)):
+        nibbles = slots["weight"].shape[1] < k
+        slots["weight"][row] = ((code & 0xF) * 0x11 if nibbles else code) if row < 8 else slots["weight"][row]
+    numbers = dequantize(slots, spec, torch.float64)
+    x = torch.ones(11, k)
+    x[1] = -1
+    x[2, ::2] = -1
+    x[3:] = torch.randn(8, k, generator=torch.Generator().manual_seed(1)).sign()
+    got = kernel.apply(LinearCall(x, kernel.prepack(slots))).double()
+    wanted = x.double() @ numbers.T
+    assert (got - wanted).abs().max() <= 1e-5 * (numbers.abs().sum(1).max() + 1)
+
+
 def test_what_is_no_number_stays_none(level: str) -> None:
     kernel = _kernel("Q4_K", 40, 512, torch.float32)
     weights = kernel.prepack(_slots("Q4_K", 40, 512))

@@ -11,9 +11,10 @@ namespace hardpoint::HARDPOINT_LEVEL {
 // RoundBlocks leaves it, of the same `group`.
 template <typename T, int largest>
 struct ExpertsLinearBlocks {
-    static constexpr char signature[] = "pppppppppppppiiiiiiiii";
+    static constexpr char signature[] = "ppppppppppppppiiiiiiiii";
     const std::int8_t* x_codes;
     const float *x_scales, *x_sums;
+    const std::int32_t* x_starts;
     const T* x_numbers;
     const std::uint8_t* codes;
     const std::uint8_t* inner;
@@ -27,7 +28,7 @@ struct ExpertsLinearBlocks {
     std::int64_t chunks() const { return routed.chunks(n, kCodePanels<largest>); }
     void run(std::int64_t chunk) const {
         const BlockScales scales{inner, outer, inner_minima, outer_minima, k, group, outer_columns, zero, is_signed};
-        const BlockInput<T> x{x_codes, x_scales, x_sums, x_numbers, routed.places()};
+        const BlockInput<T> x{x_codes, x_scales, x_sums, x_starts, x_numbers, routed.places()};
         const std::int64_t panels = num_panels(n), size = panels * code_panel_size<largest>(k);
         routed.for_each_block(chunk, n, kCodePanels<largest>, [&](std::int64_t expert, const Block& block) {
             const CodeWeight<largest> weight{codes + expert * size, scales.behind(expert, panels)};

@@ -5,145 +5,14 @@
 // Within a group sums are exact whole numbers. With codes u >= 0, activations x = q * s, and S the sum of q over the group:
 //     sum of w * x  =  s * (scale * (sum of u * q) + (minimum - zero * scale) * S)
 // so that neither zero nor minimum costs anything for each element.
-//
-// Codes of a panel (see panels.h) come in words of four bytes for each row, 64 bytes for all 16: four columns as bytes,
-// or eight as nibbles, of which byte b has column b low and column 4 + b high. Codes of six bits come 16 columns at a
-// time: two words of nibbles, then one whose byte b has the upper two bits of columns b, 4 + b, 8 + b and 12 + b.
 #pragma once
 
 #include "../task.h"
-#include "linear_int8.h"
+#include "block_weights.h"
+#include "pair_products.h"
 #include "quantize.h"
 
 namespace hardpoint::HARDPOINT_LEVEL {
-
-constexpr int kBlockGroup = 32;  // columns of activations that share a scale
-constexpr int kWordBytes = 4;
-
-// Panels in a chunk: as many bytes as of int8 where codes are nibbles.
-template <int largest>
-constexpr std::int64_t kCodePanels = largest == 15 ? 4 * kTilePanels : kBytePanels;
-
-// Rows of x that are multiplied together.
-#if defined(__AVX2__)
-constexpr int kCodeRows = 8;
-#else
-constexpr int kCodeRows = 4;
-#endif
-
-// Vectors of a panel's rows that are multiplied at once: few rows of x leave registers for all of them, and then the
-// panel is read once, in order, as the memory gives it.
-template <int rows>
-constexpr int kPartsTogether = rows * kVectors <= 8 ? kVectors : 1;
-
-// Of x, in a block; more are multiplied by tiles, where there are any.
-constexpr int kMostCodeRows = 16;
-
-// Columns that a step of a panel has, and its words for each row. `largest` is that of the codes: 15, 63 or 255.
-template <int largest>
-constexpr int kStepColumns = largest == 15 ? 8 : largest == 63 ? 16 : 4;
-template <int largest>
-constexpr int kStepWords = largest == 63 ? 3 : 1;
-constexpr int kWordStride = kWordBytes * kPanelRows;  // from a word of a step to the next, of the same row
-// Taken off codes before they are multiplied: bytes are multiplied as signed numbers where an instruction takes signs.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-template <int largest>
-constexpr int kCodeOffset = largest == 255 ? 128 : 0;
-#else
-template <int largest>
-constexpr int kCodeOffset = 0;
-#endif
-template <int largest>
-inline std::int64_t code_panel_size(std::int64_t k) {
-    return k / kStepColumns<largest> * kStepWords<largest> * kWordStride;
-}
-
-// One operand of weights: see the top. Scales and minima [panels, columns / block, 16]; the inner ones are null where
-// there is one level, whose block is `group` then, and minima where there are none.
-struct BlockScales {
-    const std::uint8_t* inner;
-    const float16* outer;
-    const std::uint8_t* inner_minima;
-    const float16* outer_minima;
-    std::int64_t k, group, outer_columns, zero, is_signed;
-
-    // Those of one panel, whose groups are counted from 0: nothing is divided for each of them. A block is what an outer
-    // scale is for, which is one group where there is one level.
-    struct OfPanel {
-        const std::uint8_t* inner;
-        const float16* outer;
-        const std::uint8_t* inner_minima;
-        const float16* outer_minima;
-        bool is_signed;
-        float zero;
-
-        // The scales of kLanes rows.
-        struct Level {
-            Floats outer, outer_minimum;
-        };
-        Level block(std::int64_t b, int j) const {
-            const std::int64_t at = b * kPanelRows + j * kLanes;
-            return {load(outer + at), outer_minima ? load(outer_minima + at) : Floats{}};
-        }
-        Floats scale(const Level& block, std::int64_t g, int j) const { return within(block.outer, inner, is_signed, g, j); }
-        // The factor of a sum of activations, where `taken_off` is off the codes already.
-        Floats offset(const Level& block, std::int64_t g, int j, Floats scale, int taken_off = 0) const {
-            const Floats of_zero = scale * (static_cast<float>(taken_off) - zero);
-            return outer_minima ? of_zero + within(block.outer_minimum, inner_minima, false, g, j) : of_zero;
-        }
-
-      private:
-        static Floats within(Floats outer, const std::uint8_t* in, bool with_sign, std::int64_t g, int j) {
-            if (!in) return outer;
-            const std::uint8_t* from = in + g * kPanelRows + j * kLanes;
-            if (with_sign) return outer * load(reinterpret_cast<const std::int8_t*>(from));
-            return outer * __builtin_convertvector(bits_as<Ints>(widen(load_raw<Bytes>(from))), Floats);
-        }
-    };
-    OfPanel panel(std::int64_t p) const {
-        const std::int64_t narrow = p * (k / group) * kPanelRows, wide = p * (k / outer_columns) * kPanelRows;
-        return {
-            inner ? inner + narrow : nullptr,
-            outer + wide,
-            inner_minima ? inner_minima + narrow : nullptr,
-            outer_minima ? outer_minima + wide : nullptr,
-            is_signed != 0,
-            static_cast<float>(zero),
-        };
-    }
-    std::int64_t groups_in_block() const { return outer_columns / group; }
-
-    // Those of the weight `count` weights of `panels` panels behind this one.
-    BlockScales behind(std::int64_t count, std::int64_t panels) const {
-        const std::int64_t narrow = count * panels * (k / group) * kPanelRows;
-        const std::int64_t wide = count * panels * (k / outer_columns) * kPanelRows;
-        BlockScales found = *this;
-        found.inner = inner ? inner + narrow : nullptr;
-        found.outer = outer + wide;
-        found.inner_minima = inner_minima ? inner_minima + narrow : nullptr;
-        found.outer_minima = outer_minima ? outer_minima + wide : nullptr;
-        return found;
-    }
-};
-
-// Rounded activations: codes [M, K], scales [M, K / 32], and sums times scale over each group of the weight's columns.
-// For tiles there are the numbers that these mean as well, [M, K]; else null. A block's row i is theirs `places(i)`.
-template <typename T>
-struct BlockInput {
-    const std::int8_t* codes;
-    const float* scales;
-    const float* sums;
-    const T* numbers;
-    Places places;
-};
-
-// Some rows of activations: where each begins.
-template <int rows>
-struct CodeRows {
-    const std::int8_t* codes[rows];
-    const float* scales[rows];
-    const float* sums[rows];
-};
 
 // Two numbers of each lane as bfloat16, the first in the lower half.
 inline Words rounded_pair(Floats first, Floats second) {
@@ -156,45 +25,16 @@ inline Words rounded_pair(Floats first, Floats second) {
 
 inline Words spread(const std::int8_t* four) { return Words{} + load_raw<std::uint32_t>(four); }
 
-// Call f(std::integral_constant<int, i>, codes) for each four columns of a step, 4 * i and on, as bytes.
-template <int largest, typename F>
-[[gnu::always_inline]] inline void for_each_word(const std::uint8_t* step, F&& f) {
-    if constexpr (largest == 255) {
-        f(std::integral_constant<int, 0>{}, load_raw<Words>(step));
-        return;
-    }
-    constexpr int count = kStepColumns<largest> / kWordBytes;
-    Words nibbles, upper;
-    if constexpr (largest == 63) upper = load_raw<Words>(step + 2 * kWordStride);
-    unrolled<count>([&](auto i) __attribute__((always_inline)) {
-        if constexpr (i % 2 == 0) nibbles = load_raw<Words>(step + i / 2 * kWordStride);
-        Words codes = (i % 2 == 0 ? nibbles : nibbles >> 4) & 0x0f0f0f0fu;
-        if constexpr (largest == 63) {  // to bits 4 and 5
-            constexpr int left = i < 2 ? 4 - 2 * i : 0, right = i < 2 ? 0 : 2 * i - 4;
-            codes |= upper << left >> right & 0x30303030u;
-        }
-        f(i, codes);
-    });
-}
-
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
 typedef std::int16_t BlockShorts __attribute__((vector_size(HARDPOINT_VECTOR_BYTES)));
 
 // Products of bytes, unsigned by signed, in pairs: of codes up to 63 they cannot overflow.
 inline BlockShorts multiply_pairs(Words codes, Words x) {
-#if defined(__AVX512BW__)
     return bits_as<BlockShorts>(_mm512_maddubs_epi16(bits_as<__m512i>(codes), bits_as<__m512i>(x)));
-#else
-    return bits_as<BlockShorts>(_mm256_maddubs_epi16(bits_as<__m256i>(codes), bits_as<__m256i>(x)));
-#endif
 }
 
 inline Ints add_pairs(BlockShorts v) {
-#if defined(__AVX512BW__)
     return bits_as<Ints>(_mm512_madd_epi16(bits_as<__m512i>(v), _mm512_set1_epi16(1)));
-#else
-    return bits_as<Ints>(_mm256_madd_epi16(bits_as<__m256i>(v), _mm256_set1_epi16(1)));
-#endif
 }
 
 // Sums of products of the words of a group, `number` of them from 0 on, in 16 bits as long as these hold them.
@@ -206,18 +46,10 @@ struct CodeSums {
 
     template <int number>
     [[gnu::always_inline]] void add(Words codes, Words x) {
-#if defined(__AVX512BW__)
         if constexpr (largest == 255) {
             wide = multiply_bytes(wide, codes, bits_as<Ints>(x));
             return;
         }
-#else
-        // Signed by signed: magnitudes of codes, up to 128, by x with the codes' signs.
-        if constexpr (largest == 255) {
-            x = bits_as<Words>(_mm256_sign_epi8(bits_as<__m256i>(x), bits_as<__m256i>(codes)));
-            codes = bits_as<Words>(_mm256_abs_epi8(bits_as<__m256i>(codes)));
-        }
-#endif
         const BlockShorts products = multiply_pairs(codes, x);
         narrow = number % most ? narrow + products : products;
         // Sums in this order: GCC would put them off, and write the products of all rows to memory meanwhile.
@@ -287,7 +119,6 @@ template <int largest, int group, int rows>
         const std::uint8_t* words_of_step = step + s * kStepWords<largest> * kWordStride;
         for_each_word<largest>(words_of_step, [&](auto i, Words words) __attribute__((always_inline)) {
             constexpr int word = s * columns / kWordBytes + i;
-            if constexpr (kCodeOffset<largest> != 0) words ^= 0x80808080u;
             unrolled<rows>([&](auto r) __attribute__((always_inline)) {
                 sums[r].template add<word>(words, spread(x[r] + word * kWordBytes));
             });
@@ -310,7 +141,12 @@ struct CodeWeight {
         if constexpr (std::is_same_v<T, bfloat16>) {
             if (x.numbers && block.rows > kMostCodeRows) return multiply_numbers(block, x, out);
         }
-        multiply_rows(block, {x.codes, x.scales, x.sums, nullptr, x.places}, out);
+        const Rounded rounded{x.codes, x.scales, x.sums, x.starts, nullptr, x.places};
+        if constexpr (kPairProducts) {
+            PairWeight<largest>{codes, scales}.multiply(block, rounded, out);
+        } else {
+            multiply_rows(block, rounded, out);
+        }
     }
 
   private:
@@ -401,7 +237,7 @@ struct CodeWeight {
                     Ints totals[rows];
                     multiply_codes<largest, group, rows>(totals, from, panel + j * HARDPOINT_VECTOR_BYTES);
                     const Floats scale = of_panel.scale(block[j], g, first + j);
-                    const Floats offset = of_panel.offset(block[j], g, first + j, scale, kCodeOffset<largest>);
+                    const Floats offset = of_panel.offset(block[j], g, first + j, scale);
                     unrolled<rows>([&](auto r) __attribute__((always_inline)) {
                         const float x_scale = x.scales[r][g * group / kBlockGroup];
                         sums[j][r] += scale * x_scale * __builtin_convertvector(totals[r], Floats);
@@ -420,9 +256,10 @@ struct CodeWeight {
 // out [M, N] = x [M, K] @ w.T + bias; x as RoundBlocks leaves it, of the same `group`.
 template <typename T, int largest>
 struct LinearBlocks {
-    static constexpr char signature[] = "pppppppppppiiiiiii";
+    static constexpr char signature[] = "ppppppppppppiiiiiii";
     const std::int8_t* x_codes;
     const float *x_scales, *x_sums;
+    const std::int32_t* x_starts;
     const T* x_numbers;
     const std::uint8_t* codes;
     const std::uint8_t* inner;
@@ -437,7 +274,7 @@ struct LinearBlocks {
     void run(std::int64_t chunk) const {
         const BlockScales scales{inner, outer, inner_minima, outer_minima, k, group, outer_columns, zero, is_signed};
         for_each_block(Cut(m, n, kCodePanels<largest>), chunk, [&](const Block& block) {
-            const BlockInput<T> x{x_codes, x_scales, x_sums, x_numbers, {}};
+            const BlockInput<T> x{x_codes, x_scales, x_sums, x_starts, x_numbers, {}};
             CodeWeight<largest>{codes, scales}.multiply(block, x, Output::of(out, bias, n));
         });
     }
@@ -450,16 +287,34 @@ struct LinearSixBitBlocks : LinearBlocks<T, 63> {};
 template <typename T>
 struct LinearByteBlocks : LinearBlocks<T, 255> {};
 
+// Sums of 16 or 32 codes: of the first two of each four, and of the last two.
+inline std::pair<int, int> halves(const std::int8_t* codes, std::int64_t columns) {
+#if defined(__AVX2__)
+    const auto ones = _mm_set1_epi8(1);
+    const auto pairs_at = [&](std::int64_t i) { return _mm_maddubs_epi16(ones, load_raw<__m128i>(codes + i)); };
+    auto pairs = columns == 32 ? _mm_add_epi16(pairs_at(0), pairs_at(16)) : pairs_at(0);
+    pairs = _mm_add_epi16(pairs, _mm_shuffle_epi32(pairs, 0x4e));
+    const int both = _mm_cvtsi128_si32(_mm_add_epi16(pairs, _mm_shuffle_epi32(pairs, 0xb1)));
+    return {static_cast<std::int16_t>(both), both >> 16};
+#else
+    int sums[2] = {};
+    for (std::int64_t c = 0; c < columns; ++c) sums[c / 2 % 2] += codes[c];
+    return {sums[0], sums[1]};
+#endif
+}
+
 // x [M, K] -> codes int8 [M, K], scales float32 [M, K / 32], and sums times scale over `group` columns, [M, K / group];
-// unless `numbers` is null, what codes and scales mean, [M, K].
+// unless `numbers` is null, what codes and scales mean, [M, K]; unless `starts` is null, -center times the sums of codes
+// over `span` columns, [M, K / span], as two numbers of 16 bits: of the first two of each four columns, and the last two.
 template <typename T>
 struct RoundBlocks {
-    static constexpr char signature[] = "pppppiiii";
+    static constexpr char signature[] = "ppppppiiiiii";
     const T* x;
     std::int8_t* codes;
     float *scales, *sums;
+    std::uint32_t* starts;
     T* numbers;
-    std::int64_t m, k, group, x_stride;
+    std::int64_t m, k, group, x_stride, center, span;
 
     std::int64_t blocks() const { return k / kBlockGroup; }
     std::int64_t chunks() const { return ceil_div(m * blocks(), kElementsPerChunk / kBlockGroup); }
@@ -469,9 +324,13 @@ struct RoundBlocks {
             std::int8_t* to = codes + i * kBlockGroup;
             quantize_row(x + i / blocks() * x_stride + i % blocks() * kBlockGroup, to, scales + i, kBlockGroup);
             for (std::int64_t first = 0; first < kBlockGroup; first += group) {
-                int sum = 0;
-                for (std::int64_t c = 0; c < group; ++c) sum += to[first + c];
-                sums[(i * kBlockGroup + first) / group] = scales[i] * static_cast<float>(sum);
+                const auto [low, high] = halves(to + first, group);
+                sums[(i * kBlockGroup + first) / group] = scales[i] * static_cast<float>(low + high);
+            }
+            for (std::int64_t first = 0; starts && first < kBlockGroup; first += span) {
+                const auto [low, high] = halves(to + first, span);
+                const auto bits = [&](int half) { return static_cast<std::uint16_t>(-center * half); };
+                starts[(i * kBlockGroup + first) / span] = bits(low) | std::uint32_t{bits(high)} << 16;
             }
             for (int c = 0; numbers && c < kBlockGroup; c += kLanes) {
                 store(numbers + i * kBlockGroup + c, load(to + c) * scales[i]);

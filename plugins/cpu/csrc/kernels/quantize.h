@@ -14,25 +14,22 @@ namespace hardpoint::HARDPOINT_LEVEL {
 // has the scale 1. Quotients are held within int8: a scale that is denormal is itself rounded by up to half.
 template <typename T>
 void quantize_row(const T* x, std::int8_t* codes, float* scale, std::int64_t n) {
-    Floats most = {}, zeros = {};  // zeros turn into NaN where there is one, or an infinity
+    // Magnitudes are ordered as their bits are, behind them infinity and what is no number.
+    const auto magnitude = [](auto bits) { return bits & 0x7fffffff; };
+    Ints most = {};
     std::int64_t i = 0;
-    const auto magnitude = [](Floats v) { return bits_as<Floats>(bits_as<Words>(v) & 0x7fffffffu); };
     for (; i + kLanes <= n; i += kLanes) {
-        const Floats v = magnitude(load(x + i));
-        most = v > most ? v : most;
-        zeros += v - v;
+        const Ints bits = magnitude(bits_as<Ints>(load(x + i)));
+        most = bits > most ? bits : most;
     }
-    float amax = largest(most), zero = sum(zeros);
-    for (; i < n; ++i) {
-        const float v = std::fabs(to_float(x[i]));
-        amax = v > amax ? v : amax;
-        zero += v - v;
-    }
-    if (zero != 0) {  // products with it are NaN, as they are where such a row is divided by its scale
+    std::int32_t greatest = largest(most);
+    for (; i < n; ++i) greatest = std::max(greatest, magnitude(bits_as<std::int32_t>(to_float(x[i]))));
+    if (greatest >= 0x7f800000) {  // products with it are NaN, as they are where such a row is divided by its scale
         *scale = std::nanf("");
         std::memset(codes, 0, n);
         return;
     }
+    const auto amax = bits_as<float>(greatest);
     *scale = amax / 127.0f;
     if (*scale == 0) *scale = 1;
     i = 0;

@@ -135,6 +135,10 @@ inline Halves low_halves(Words v) {
 inline Bytes low_bytes(Words v) {
 #if defined(__AVX512F__)
     return bits_as<Bytes>(_mm512_cvtepi32_epi8(bits_as<__m512i>(v)));
+#elif defined(__AVX2__)
+    const auto bytes = bits_as<__m256i>(v & 0xff);
+    const auto halves = _mm_packus_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+    return bits_as<Bytes>(_mm_cvtsi128_si64(_mm_packus_epi16(halves, halves)));
 #else
     return __builtin_convertvector(v, Bytes);
 #endif
@@ -218,6 +222,21 @@ inline float largest(Floats v) {
     float most = v[0];
     for (int i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
     return most;
+}
+
+inline std::int32_t largest(Ints v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32(bits_as<__m512i>(v));
+#elif defined(__AVX2__)
+    const auto all = bits_as<__m256i>(v);
+    auto most = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
+#else
+    std::int32_t most = v[0];
+    for (int i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
+    return most;
+#endif
 }
 
 // e^x to within one unit in the last place or two (Cody and Waite's reduction, a polynomial of degree 6); 0 below the

@@ -19,6 +19,8 @@ from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearWorkload, Quant
 _COLUMNS = 32
 """Of activations that share a scale."""
 _GROUPS = (16, 32)
+_SIX_BIT_CENTER = 32
+"""Taken off codes of six bits without a zero of their own, where sums have 16 bits (csrc/kernels/pair_products.h)."""
 _MOST_ROWS = 16
 """Of activations that vector registers multiply where there are tiles."""
 
@@ -51,13 +53,19 @@ class BlockPanelLinear(PanelLinear):
 
     @classmethod
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
-        """Refuse columns that their blocks do not divide, and groups of other sizes than 16 and 32."""
+        """Refuse columns that their blocks do not divide, and groups of other sizes than 16 and 32.
+
+        Groups of 16 have scales of two levels, and elements of at most six bits, as in all of GGUF's types.
+        """
         assert workload.spec is not None
         blocks = [scale.block[1] for scale in workload.spec[0].scales]
         columns = workload.in_features or 0
-        if columns % max(_COLUMNS, *blocks) == 0 and blocks[0] in _GROUPS:
+        halves = blocks[0] == _COLUMNS // 2 and (len(blocks) == 1 or workload.spec[0].element == "int8")
+        if columns % max(_COLUMNS, *blocks) == 0 and blocks[0] in _GROUPS and not halves:
             return []
         supported = f"a multiple of {max(_COLUMNS, *blocks)}, in groups of {' or '.join(map(str, _GROUPS))}"
+        if halves:
+            supported += ", of 16 with scales of two levels and at most six bits"
         return [Reason("group", "groups of columns", wanted=f"{blocks[0]} of {columns}", supported=supported)]
 
     @classmethod
@@ -75,6 +83,11 @@ class BlockPanelLinear(PanelLinear):
         outer, is_signed = self._spec.scales[-1].block[1], self._spec.scales[0].format == "int8"
         self._numbers = self._group, outer, self._codes.zero, int(is_signed)
         self._round = self.number("round_blocks")
+        bits, zero = self._codes.bits, self._codes.zero
+        self._starting = zero or _SIX_BIT_CENTER * (bits == 6), 16 if bits == 6 else self._group
+        one_level_of_nibbles = bits == 4 and len(self._spec.scales) == 1
+        in_pairs = native.level() == "avx2" and (bits == 6 or self._group == 16 or one_level_of_nibbles)
+        self._spans = self.k // self._starting[1] if in_pairs else 0
         self._tiled = ctx.dtype == torch.bfloat16 and native.level() == "amx" and not self.alike
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -95,11 +108,12 @@ class BlockPanelLinear(PanelLinear):
         codes = torch.empty((rows, columns), dtype=torch.int8)
         scales = torch.empty((rows, columns // _COLUMNS), dtype=torch.float32)
         sums = torch.empty((rows, columns // self._group), dtype=torch.float32)
-        numbers = x.new_empty(x.shape if self._tiled and rows > _MOST_ROWS else 0)  # none: the null pointer
+        starts = torch.empty((rows, self._spans), dtype=torch.int32)  # none: the null pointer
+        numbers = x.new_empty(x.shape if self._tiled and rows > _MOST_ROWS else 0)
         if rows:
-            addresses = x.data_ptr(), codes.data_ptr(), scales.data_ptr(), sums.data_ptr(), native.address(numbers)
-            native.run(self._round, *addresses, rows, columns, self._group, x.stride(0))
-        return codes, scales, sums, numbers
+            addresses = x.data_ptr(), *map(native.address, (codes, scales, sums, starts, numbers))
+            native.run(self._round, *addresses, rows, columns, self._group, x.stride(0), *self._starting)
+        return codes, scales, sums, starts, numbers
 
     def parts(self, weights: dict[str, torch.Tensor]) -> tuple[int, ...]:
         levels = len(self._spec.scales)
