@@ -104,28 +104,31 @@ struct ShortRows {
             std::memset(to, 0, columns * 2);
             return;
         }
-        const float scale = bits_as<float>(bits) / Split::largest;
-        const float inverse = scale > 0x1p-100f ? 1 / scale : 0.0f;
+        const float amax = bits_as<float>(bits), scale = amax * (1 / Split::largest);
+        const float inverse = scale > 0x1p-100f ? Split::largest / amax : 0.0f;
         const __m256i order = _mm256_setr_epi8(
-            0, -1, 4, -1, 8, -1, 12, -1, 1, -1, 5, -1, 9, -1, 13, -1, -1, 0, -1, 4, -1, 8, -1, 12, -1, 1, -1, 5, -1, 9, -1, 13
+            1, -1, 5, -1, 9, -1, 13, -1, 0, -1, 4, -1, 8, -1, 12, -1, -1, 1, -1, 5, -1, 9, -1, 13, -1, 0, -1, 4, -1, 8, -1, 12
         );
+        // With half of a lower byte's range added, its bits count from the least of it, and those above are the upper byte.
         constexpr int half = 1 << (Split::lower_bits - 1);
+        const __m128i least = _mm_set_epi64x(static_cast<long long>(half * 0x0101010101010101ull), 0);
         Ints total = {};
         for (std::int64_t c = 0; c < columns; c += kLanes, to += kStep) {
             const Floats shifted = load(x + c) * inverse + 12582912.0f;  // 1.5 * 2^23: the last bits are a whole number
-            const Ints number = bits_as<Ints>(shifted) - 0x4b400000;
+            const Ints number = bits_as<Ints>(shifted) - (0x4b400000 - half);
             total += number;
-            const Ints upper = (number + half) >> Split::lower_bits, lower = number - (upper << Split::lower_bits);
-            const Ints both = (upper & 0xff) | (lower << 8);
+            Ints both = number;
+            if constexpr (Split::lower_bits < 8) both = (number & (2 * half - 1)) | (number << (8 - Split::lower_bits) & 0xff00);
             const __m256i parts = _mm256_shuffle_epi8(bits_as<__m256i>(both), order);
             const __m128i bytes = _mm_or_si128(_mm256_castsi256_si128(parts), _mm256_extracti128_si256(parts, 1));
-            std::memcpy(to, &bytes, sizeof(bytes));
+            const __m128i apart = _mm_sub_epi8(bytes, least);
+            std::memcpy(to, &apart, sizeof(apart));
         }
         auto sum = _mm_add_epi32(_mm256_castsi256_si128(bits_as<__m256i>(total)), _mm256_extracti128_si256(bits_as<__m256i>(total), 1));
         sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0b01001110));
         sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0b10110001));
         scales[at] = scale;
-        sums[at] = _mm_cvtsi128_si32(sum) * zero;
+        sums[at] = (_mm_cvtsi128_si32(sum) - half * static_cast<int>(columns)) * zero;
     }
 };
 
