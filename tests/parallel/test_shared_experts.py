@@ -150,7 +150,7 @@ def test_verbs_that_need_all_idle(mixture: tuple[Path, PreTrainedModel]) -> None
     [
         (
             {"data_parallel_rank": 0},
-            "and this server has 1 of data_parallel_size = 2; give all servers --data-parallel-a",
+            "and this server has 1 of data_parallel_size = 2, so that it must find the other servers; give each",
         ),
         ({"executor": "torchrun", "data_parallel_rank": 0}, "torchrun numbers the ranks of all replicas; leave it out"),
         ({"executor": "inproc"}, "executor = 'inproc' does not serve that"),
