@@ -46,6 +46,8 @@ MANYLINUX = "manylinux_2_34_x86_64"
 """The policy that the CPU wheel must meet: glibc 2.34, which Debian 12, Ubuntu 22.04 and RHEL 9 have."""
 
 _VERSION = re.compile(r'^((?:version|__version__) = "?)([^"\s]+)', re.MULTILINE)
+_UNUSUAL = re.compile(r"[^\w.=,-]")
+"""Characters that a setting may have and a file's name should not."""
 _RANGE = re.compile(r"\b(hardpoint-[a-z-]+(?:\[[a-z,]+\])?)>=[\w.]+(?:,<\d+)?")
 
 
@@ -234,9 +236,9 @@ def certify(folder: Path, plugin: str, options: Sequence[str]) -> None:
     """Run the conformance kit over a plugin's wheel in a new environment, and add the compact certificate to the wheel.
 
     ``options`` are those of ``hardpoint conform``. A certificate of this machine's kind of device, and of the same
-    level, family and name, is replaced, others stay: a wheel is certified on one machine after the other. Raises
-    CalledProcessError where a contribution is not proved, and ReleaseError for a part of the cases; the wheel is as it
-    was then.
+    level, family, name and settings, is replaced, others stay: a wheel is certified on one machine after the other.
+    Raises CalledProcessError where a contribution is not proved, and ReleaseError for a part of the cases; the wheel is
+    as it was then.
     """
     wheels, environment = _wheels(folder), _own_environment()
     wheel = wheels[f"hardpoint-{plugin}"]
@@ -263,8 +265,9 @@ def ship(wheel: Path, certificate: Path) -> str:
             "a part of the cases certifies nothing; leave out --shard and --case, and divide by --family"
         )
     device, scope = data["device"], data["scope"]
-    parts = device["arch"], device.get("isa"), data["level"], scope["family"], scope["name"]
-    name = f"certificates/{'-'.join(filter(None, parts))}.json"
+    settings = [f"{plugin}.{key}={value}" for plugin, keys in data["settings"].items() for key, value in keys.items()]
+    parts = device["arch"], device.get("isa"), data["level"], scope["family"], scope["name"], *sorted(settings)
+    name = f"certificates/{_UNUSUAL.sub('_', '-'.join(filter(None, parts)))}.json"
     with tempfile.TemporaryDirectory() as temporary:
         tool = [sys.executable, "-m", "wheel"]
         _quietly([*tool, "unpack", "--dest", temporary, str(wheel)], dict(os.environ))

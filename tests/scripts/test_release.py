@@ -84,10 +84,13 @@ def test_certificates_join_a_wheel(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     made = tmp_path / "made.json"
 
-    def write(isa: str | None, level: str, family: str | None, date: int, *, complete: bool = True) -> None:
+    def write(
+        isa: str | None, level: str, family: str | None, date: int, threads: str = "", *, whole: bool = True
+    ) -> None:
         device, scope = {"arch": "x86_64", "isa": isa}, {"family": family, "name": None, "case": "*"}
-        found = {"device": device, "scope": scope, "level": level, "complete": complete, "date": date}
-        made.write_text(json.dumps(found))
+        settings = {"cpu": {"threads": threads}} if threads else {}
+        found = {"device": device, "scope": scope, "level": level, "settings": settings}
+        made.write_text(json.dumps(found | {"complete": whole, "date": date}))
 
     for isa, level, family, date in (
         *(("avx2", "full", "op", 1), ("avx2", "full", None, 2), ("avx2", "full", "op", 3)),
@@ -96,8 +99,10 @@ def test_certificates_join_a_wheel(tmp_path: Path) -> None:
         write(isa, level, family, date)
         name = ship(wheel, made)
         assert name == f"certificates/{'-'.join(filter(None, ('x86_64', isa, level, family)))}.json"
+    write("avx2", "full", "op", 7, "1")
+    assert ship(wheel, made) == "certificates/x86_64-avx2-full-op-cpu.threads=1.json"
     before = wheel.read_bytes()
-    write("avx2", "full", "op", 6, complete=False)
+    write("avx2", "full", "op", 6, whole=False)
     with pytest.raises(ReleaseError, match="leave out --shard and --case"):
         ship(wheel, made)
     assert wheel.read_bytes() == before
@@ -111,6 +116,7 @@ def test_certificates_join_a_wheel(tmp_path: Path) -> None:
         "x86_64-avx2-full.json": 2,
         "x86_64-full-op.json": 4,
         "x86_64-avx2-quick-op.json": 5,
+        "x86_64-avx2-full-op-cpu.threads=1.json": 7,
     }
     assert "hardpoint_cpu/__init__.py" in found
 
