@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
+from hardpoint.server.errors import ApiError
+from hardpoint.server.gate import OWNER
+from hardpoint.server.openai.kept_responses import retrieve
 from hardpoint.server.response_store import MissingResponseError, ResponseStore, StoredResponse
 from hardpoint_plugin_api import ConfigError
 from tests.server.test_responses import WEATHER, respond
@@ -31,6 +36,25 @@ def ended(client: openai.OpenAI, response_id: str) -> Any:
     """A response of the background, once it is complete."""
     until(lambda: client.responses.retrieve(response_id).status not in ("queued", "in_progress"), 60)
     return client.responses.retrieve(response_id)
+
+
+def test_a_stream_of_a_response_that_is_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not kept any more. That it had no stream would be untrue."""
+    store = ResponseStore(tmp_path / "responses.sqlite", 2**20, 60.0)
+    store.put("me", StoredResponse({"id": "resp_1", "status": "in_progress"}, []), [])
+    found = store.events
+
+    def events(owner: str, response_id: str) -> list[str] | None:
+        store.delete(owner, response_id)
+        return found(owner, response_id)
+
+    monkeypatch.setattr(store, "events", events)
+    request: Any = SimpleNamespace(scope={OWNER: "me"})
+    service: Any = SimpleNamespace(store=store)
+    with pytest.raises(ApiError, match="is not kept, or not any more") as raised:
+        asyncio.run(retrieve("resp_1", request, service, stream=True))
+    assert raised.value.status == 404
+    store.close()
 
 
 def test_a_conversation_goes_on_from_a_response(client: openai.OpenAI) -> None:

@@ -151,6 +151,7 @@ async def retrieve(
     assert service.store is not None
     owner = str(request.scope[OWNER])
     if await asyncio.to_thread(service.store.events, owner, response_id) is None:
+        await _stored(response_id, request, service)  # it may have been deleted meanwhile
         raise ApiError(
             400, "stream: the response was not made with background and stream; leave it out", param="stream"
         )
