@@ -115,6 +115,7 @@ class PeerCommunicator(Nccl):
 
     def abort(self) -> None:
         """Programs that wait on the device see a word that changes."""
+        self._has_left = True  # before they go on, with results that are not whole
         if self._peers is not None:
             self._leaving.write()
         super().abort()

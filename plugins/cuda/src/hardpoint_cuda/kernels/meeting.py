@@ -53,12 +53,13 @@ def meet(peers_ptr, rank, world, flags_at, meetings_at, left_at, PROGRAMS: tl.co
     for peer in range(world):
         flag = pointer(tl.load(peers_ptr + peer) + flags_at, int_pointer) + rank * PROGRAMS + program
         tl.atomic_xchg(flag, meeting, sem="release", scope="sys")
-    left = tl.load(pointer(own + left_at, int_pointer), volatile=True)
+    left = meeting * 0
     for peer in range(world):
         flag = pointer(own + flags_at, int_pointer) + peer * PROGRAMS + program
         ahead = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - meeting  # 1 where that rank is at the next already
         while (ahead < 0) & (left == 0):
             ahead = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - meeting
-            left = tl.load(pointer(own + left_at, int_pointer), volatile=True)
+            # An atomic's result is that of one thread, so that all threads of a program leave the loop together.
+            left = tl.atomic_add(pointer(own + left_at, int_pointer), 0, sem="relaxed", scope="gpu")
     tl.store(meetings, meeting)
     tl.debug_barrier()

@@ -58,7 +58,6 @@ def allreduce_add_rms_norm_kernel(
     absent: tl.constexpr = -(2 ** (x_ptr.dtype.element_ty.primitive_bitwidth - 1))
     inbox = pointer(own, tl.pointer_type(word))
     left_ptr = pointer(own + left_at, tl.pointer_type(tl.int32))
-    left = tl.load(left_ptr, volatile=True)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         turn_ptr = pointer(own + turns_at, tl.pointer_type(tl.int32)) + row
         turn = tl.load(turn_ptr)
@@ -76,10 +75,10 @@ def allreduce_add_rms_norm_kernel(
             came = inbox + ((first + peer) * most + row) * n + columns
             part = tl.load(came, mask=inside, other=0, volatile=True)
             missing = tl.max((part == absent).to(tl.int32), 0)
-            while (missing != 0) & (left == 0):
+            while missing != 0:
                 part = tl.load(came, mask=inside, other=0, volatile=True)
-                missing = tl.max((part == absent).to(tl.int32), 0)
-                left = tl.load(left_ptr, volatile=True)
+                left = tl.load(left_ptr, volatile=True)  # by each thread: all leave by the one result of tl.max
+                missing = tl.max(((part == absent) & (left == 0)).to(tl.int32), 0)
             tl.store(came, tl.full([BLOCK], absent, word), mask=inside)
             total += part.to(dtype, bitcast=True).to(tl.float32)
         tl.store(turn_ptr, 1 - turn)
