@@ -6,7 +6,7 @@ import pytest
 
 from tests.kernels.compiling import Job, compile_kernels
 
-_INTEGERS = dict.fromkeys(["num_rows", "most", "rank", "turns_at", "left_at"], "i32") | {"n": "i32:16"}
+_INTEGERS = dict.fromkeys(["num_rows", "most", "rank", "turns_at"], "i32") | {"n": "i32:16"}
 _POINTERS = dict.fromkeys(["x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "total_ptr"], "*bf16")
 
 

@@ -17,7 +17,7 @@ import torch
 from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint_cuda.kernels.peer_exchange import combine_kernel, dispatch_kernel
-from hardpoint_cuda.peer_memory import LeavingWord, PeerMemory, allocator_reasons
+from hardpoint_cuda.peer_memory import LeavingWord, PeerMemory, addresses, allocator_reasons
 from hardpoint_plugin_api import (
     All2All,
     All2AllWorkload,
@@ -50,7 +50,7 @@ class Layout:
     """The parts of a rank's memory: bytes from its start, each a multiple of 128.
 
     ``flags`` int32 [N, PROGRAMS], by the rank that raises them; ``meetings`` int32 [PROGRAMS], the number of each
-    program's last; ``left`` int32, not zero once this rank has left. ``ids`` int32 and ``weights`` float32 [N, M, K].
+    program's last; ``left`` int32: see kernels/meeting.py. ``ids`` int32 and ``weights`` float32 [N, M, K].
     ``rows`` [N, M, H] in the dtype of activations, or in fewer bytes with scales behind them; ``sums`` [N, M, H], by
     the rank whose experts made them. ``size``: all of it.
     """
@@ -121,13 +121,13 @@ class PeerAll2All(GroupMember, All2All):
         own = self.ctx.resources.get(self._key)
         own.zero_()
         self._memory, self._rank = own, rank
-        self._leaving = LeavingWord(own[self.layout.left :][:_INTEGER])
-        self._table = torch.zeros(world, dtype=torch.int64, device=own.device)
+        self._leaving = LeavingWord(own.device)
+        self._table = addresses([own.data_ptr()] * world, self._leaving, own.device)
         self._load()
         store.set(f"programs/{rank}", str(_programs(own.device)))
         peers = PeerMemory(own, store, rank, world, self.ctx.parallel.timeout, "--deny all2all=cuda_peer_memory")
         self._programs = min(int(store.get(f"programs/{other}")) for other in range(world))
-        self._table.copy_(torch.tensor(peers.pointers, dtype=torch.int64))
+        self._table = addresses(peers.pointers, self._leaving, own.device)
         self._peers = peers
 
     def _load(self) -> None:
@@ -135,7 +135,6 @@ class PeerAll2All(GroupMember, All2All):
 
         Loading waits for the device, on which a program may wait for a rank that this thread keeps from going on.
         """
-        self._table.fill_(self._memory.data_ptr())
         dtype = dtype_of(self.workload.dtype or "")
         x = torch.zeros(1, self._hidden, dtype=dtype, device=self._memory.device)
         ids = torch.zeros(1, self._top_k, dtype=torch.int32, device=x.device)

@@ -16,7 +16,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint.kernels.quantize import whole_rows
 from hardpoint_cuda.kernels.peer_allreduce import allreduce_add_rms_norm_kernel
-from hardpoint_cuda.peer_memory import LeavingWord, PeerMemory, allocator_reasons
+from hardpoint_cuda.peer_memory import LeavingWord, PeerMemory, addresses, allocator_reasons
 from hardpoint_plugin_api import BuildContext, DeviceInfo, GroupMember, OpWorkload, Reason
 
 if TYPE_CHECKING:
@@ -37,20 +37,17 @@ _ALIGN = 128
 class Layout:
     """The parts of a rank's memory: bytes from its start. The inbox [2, N, MOST_ROWS, n] is at 0.
 
-    ``turns`` int32 [MOST_ROWS]: which half of the inbox a row's next call takes. ``left`` int32: not zero once this
-    rank has left. ``size``: all of it.
+    ``turns`` int32 [MOST_ROWS]: which half of the inbox a row's next call takes. ``size``: all of it.
     """
 
     turns: int
-    left: int
     size: int
 
     @classmethod
     def of(cls, ranks: int, row_bytes: int) -> Layout:
         """For rows of so many bytes."""
         turns = -(-2 * ranks * MOST_ROWS * row_bytes // _ALIGN) * _ALIGN
-        left = turns + MOST_ROWS * _INTEGER
-        return cls(turns, left, left + _ALIGN)
+        return cls(turns, turns + MOST_ROWS * _INTEGER)
 
 
 class PeerAllReduce(GroupMember):
@@ -82,8 +79,8 @@ class PeerAllReduce(GroupMember):
         inbox = own[: self.layout.turns].view(torch.int16 if self._dtype.itemsize == 2 else torch.int32)
         inbox.fill_(torch.iinfo(inbox.dtype).min)  # -0.0
         self._memory, self._rank = own, rank
-        self._leaving = LeavingWord(own[self.layout.left :][:_INTEGER])
-        self._table = torch.full((world,), own.data_ptr(), dtype=torch.int64, device=own.device)
+        self._leaving = LeavingWord(own.device)
+        self._table = addresses([own.data_ptr()] * world, self._leaving, own.device)
         _, self._block, warps = whole_rows(self._hidden_size, operands=2)
         # No element in two warps, which would not wait for each other.
         self._warps = min(warps, max(1, self._block // _WARP))
@@ -92,7 +89,7 @@ class PeerAllReduce(GroupMember):
         store.set(f"programs/{rank}", str(self._programs))
         peers = PeerMemory(own, store, rank, world, self._ctx.parallel.timeout)
         self._programs = min(int(store.get(f"programs/{other}")) for other in range(world))
-        self._table.copy_(torch.tensor(peers.pointers, dtype=torch.int64))
+        self._table = addresses(peers.pointers, self._leaving, own.device)
         self._peers = peers
 
     def _load(self) -> None:
@@ -155,7 +152,6 @@ class PeerAllReduce(GroupMember):
             MOST_ROWS,
             self._rank,
             self.layout.turns,
-            self.layout.left,
             float(eps),
             self._ranks,
             self._block,

@@ -16,7 +16,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint_cuda.communicator import Nccl
 from hardpoint_cuda.kernels.peer_collectives import gather_columns_kernel, sum_kernel
-from hardpoint_cuda.peer_memory import LeavingWord, PeerMemory, allocator_reasons
+from hardpoint_cuda.peer_memory import LeavingWord, PeerMemory, addresses, allocator_reasons
 from hardpoint_plugin_api import BuildContext, CommunicatorWorkload, DeviceInfo, Reason
 
 if TYPE_CHECKING:
@@ -84,15 +84,15 @@ class PeerCommunicator(Nccl):
         super().init(store, rank, world, group)
         own = self.ctx.resources.get(self._key)
         own.zero_()
-        self._leaving = LeavingWord(own[self.layout.left :][:_INTEGER])
-        self._table = torch.full((world,), own.data_ptr(), dtype=torch.int64, device=own.device)
+        self._leaving = LeavingWord(own.device)
+        self._table = addresses([own.data_ptr()] * world, self._leaving, own.device)
         self._programs = _programs(own.device)
         self._load(own.device)
         own.zero_()
         store.set(f"programs/{rank}", str(self._programs))
         peers = PeerMemory(own, store, rank, world, self.ctx.parallel.timeout, "--deny communicator=cuda_peer")
         self._programs = min(int(store.get(f"programs/{other}")) for other in range(world))
-        self._table.copy_(torch.tensor(peers.pointers, dtype=torch.int64))
+        self._table = addresses(peers.pointers, self._leaving, own.device)
         self._peers = peers
 
     def _load(self, device: torch.device) -> None:

@@ -97,22 +97,29 @@ class PeerMemory:
 
 
 class LeavingWord:
-    """An int32 of a rank's memory, by which its kernels that wait on the device learn that it has left its group."""
+    """An int32 of the host's memory, by which its kernels that wait on the device learn that a rank has left its group.
 
-    def __init__(self, word: torch.Tensor) -> None:
-        """``word``: uint8 [4], zeros."""
-        self._word = word.view(torch.int32)
-        self._one = torch.ones(1, dtype=torch.int32, pin_memory=word.is_cuda)
-        self._aside = torch.cuda.Stream(word.device) if word.is_cuda else None
+    The device reads it where it lies, so that ``write`` calls no driver: calls of a process may wait for a copy to the
+    host, which waits for such a kernel.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    @property
+    def address(self) -> int:
+        """Where the word lies, for the host and for the device."""
+        return self._word.data_ptr()
 
     def write(self) -> None:
-        """Write a one, from any thread. A stream of its own copies it while kernels run."""
-        with torch.inference_mode():  # the memory may have been made in it, and this thread may not be
-            if self._aside is None:
-                self._word.copy_(self._one)
-                return
-            with torch.cuda.device(self._word.device), torch.cuda.stream(self._aside):
-                self._word.copy_(self._one, non_blocking=True)
+        """Write a one, from any thread."""
+        with torch.inference_mode():  # the word may have been made in it, and this thread may not be
+            self._word.fill_(1)
+
+
+def addresses(pointers: Sequence[int], leaving: LeavingWord, device: torch.device) -> torch.Tensor:
+    """int64 [N + 1], as the kernels read it: every rank's memory, and the leaving word of this one."""
+    return torch.tensor([*pointers, leaving.address], dtype=torch.int64, device=device)
 
 
 class _Driver:

@@ -1,9 +1,10 @@
 """Meetings of programs on the GPUs of one host, which write to each other's memory.
 
-Each rank has one piece of memory, which all ranks of the group reach; ``peers_ptr`` int64 [N] holds its address on
+Each rank has one piece of memory, which all ranks of the group reach; ``peers_ptr`` int64 [N + 1] holds its address on
 every rank, and offsets into it are alike on all ranks. Three parts of it belong to meetings: flags int32 [N, PROGRAMS],
 by the rank that raises them; meetings int32 [PROGRAMS], the number of each program's last; one int32 that is not zero
-once this rank has left its group.
+once a program has seen that this rank has left its group. The last address is that of the int32 of the host where this
+is said. A program that waits reads it each ``POLLS`` looks at a flag, since such a read takes longer.
 
 Programs of one number meet: program p of a rank writes to the other ranks, raises its flag there, and waits until
 program p of every rank has raised its own. A flag holds the number of the meeting and only grows, and the programs
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+POLLS = tl.constexpr(256)
 
 
 @triton.jit
@@ -53,13 +56,17 @@ def meet(peers_ptr, rank, world, flags_at, meetings_at, left_at, PROGRAMS: tl.co
     for peer in range(world):
         flag = pointer(tl.load(peers_ptr + peer) + flags_at, int_pointer) + rank * PROGRAMS + program
         tl.atomic_xchg(flag, meeting, sem="release", scope="sys")
-    left = meeting * 0
+    left_ptr = pointer(tl.load(peers_ptr + world), int_pointer)
+    polls, left = meeting * 0, meeting * 0
     for peer in range(world):
         flag = pointer(own + flags_at, int_pointer) + peer * PROGRAMS + program
         ahead = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - meeting  # 1 where that rank is at the next already
         while (ahead < 0) & (left == 0):
             ahead = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - meeting
-            # An atomic's result is that of one thread, so that all threads of a program leave the loop together.
-            left = tl.atomic_add(pointer(own + left_at, int_pointer), 0, sem="relaxed", scope="gpu")
+            polls += 1
+            if polls % POLLS == 0:
+                # An atomic's result is that of one thread, so that all threads of a program leave the loop together.
+                said = tl.load(left_ptr, volatile=True)
+                left = tl.atomic_or(pointer(own + left_at, int_pointer), said, sem="relaxed", scope="gpu")
     tl.store(meetings, meeting)
     tl.debug_barrier()

@@ -1,8 +1,9 @@
 """The sum over ranks, residual addition and norm in one kernel: GPUs of one host write to each other's memory.
 
-Each rank has one piece of memory, which all ranks of the group reach; ``peers_ptr`` holds its address on every rank,
-and offsets into it are alike on all ranks (``peer_allreduce.Layout``). It begins with the inbox [2, N, M, n]: rows of
-each rank, twice, since a rank may be one call ahead of another.
+Each rank has one piece of memory, which all ranks of the group reach; ``peers_ptr`` int64 [N + 1] holds its address on
+every rank, and offsets into it are alike on all ranks (``peer_allreduce.Layout``). It begins with the inbox [2, N, M,
+n]: rows of each rank, twice, since a rank may be one call ahead of another. The last address is that of the host's
+int32 which is not zero once this rank has left its group.
 
 An element that has not arrived is minus zero. No rank sends minus zero: it sends zero instead. So data need no flag
 beside them, and no rank waits for a second write, as in the LL protocol of NCCL and the Lamport buffers of
@@ -18,10 +19,10 @@ import triton
 import triton.language as tl
 
 from hardpoint.kernels.norm import normed
-from hardpoint_cuda.kernels.meeting import pointer
+from hardpoint_cuda.kernels.meeting import POLLS, pointer
 
 
-@triton.jit(do_not_specialize=["num_rows", "most", "rank", "turns_at", "left_at"])
+@triton.jit(do_not_specialize=["num_rows", "most", "rank", "turns_at"])
 def allreduce_add_rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -34,7 +35,6 @@ def allreduce_add_rms_norm_kernel(
     most,
     rank,
     turns_at,
-    left_at,
     eps,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -57,11 +57,11 @@ def allreduce_add_rms_norm_kernel(
     word: tl.constexpr = tl.int16 if x_ptr.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
     absent: tl.constexpr = -(2 ** (x_ptr.dtype.element_ty.primitive_bitwidth - 1))
     inbox = pointer(own, tl.pointer_type(word))
-    left_ptr = pointer(own + left_at, tl.pointer_type(tl.int32))
+    left_ptr = pointer(tl.load(peers_ptr + WORLD), tl.pointer_type(tl.int32))
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         turn_ptr = pointer(own + turns_at, tl.pointer_type(tl.int32)) + row
         turn = tl.load(turn_ptr)
-        at = row * n.to(tl.int64) + columns
+        at = row * n + columns  # of so few rows that 32 bits hold it
         sent = tl.load(x_ptr + at, mask=inside, other=0.0).to(word, bitcast=True)
         sent = tl.where(sent == absent, 0, sent).to(word)
         first = (turn * WORLD).to(tl.int64)
@@ -75,9 +75,12 @@ def allreduce_add_rms_norm_kernel(
             came = inbox + ((first + peer) * most + row) * n + columns
             part = tl.load(came, mask=inside, other=0, volatile=True)
             missing = tl.max((part == absent).to(tl.int32), 0)
+            polls, left = missing * 0, missing * 0
             while missing != 0:
                 part = tl.load(came, mask=inside, other=0, volatile=True)
-                left = tl.load(left_ptr, volatile=True)  # by each thread: all leave by the one result of tl.max
+                polls += 1
+                if polls % POLLS == 0:
+                    left = tl.load(left_ptr, volatile=True)  # by each thread: all leave by the one result of tl.max
                 missing = tl.max(((part == absent) & (left == 0)).to(tl.int32), 0)
             tl.store(came, tl.full([BLOCK], absent, word), mask=inside)
             total += part.to(dtype, bitcast=True).to(tl.float32)
