@@ -229,6 +229,52 @@ def test_finishing_ends_where_another_is_gone(monkeypatch: pytest.MonkeyPatch) -
     close(here, there)
 
 
+def test_finishing_ends_where_the_own_ranks_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one may run for hours. It learns at once that it cannot go on."""
+    monkeypatch.setattr(rounds_module, "_GRACE", 0.0)
+    here, there = joined(tmp_path, 2)
+    with ThreadPoolExecutor(1) as pool:
+        finishing = pool.submit(here.finish, lambda: None)
+        here.break_off()
+        finishing.result(20)
+    assert there.lost_within(20.0) == "replica 0 is gone, with which this one shares experts"
+    close(here, there)
+
+
+def waits(here: Rounds, how: str) -> None:
+    """Wait for the others ``how`` one does that nothing limits but their end."""
+    if how == "finish":
+        here.finish(lambda: None)
+        here.check()
+    else:
+        here.meet("begins Sleep", lambda: None)
+
+
+@pytest.mark.parametrize("how", ["finish", "meet"])
+def test_a_process_that_hangs_is_not_waited_for(how: str, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        links = list(pool.map(lambda number: met_in_folder(number, 2, tmp_path, 20.0), range(2)))
+        here = Rounds(0, links[0], seconds=0.4)
+        waiting = pool.submit(waits, here, how)
+        with pytest.raises(EngineDeadError, match=r"replica 1 did not react within 0\.4 seconds \(--step-timeout\)"):
+            waiting.result(20)
+    close(here)
+    links[1][0].close()
+
+
+@pytest.mark.parametrize("how", ["finish", "meet"])
+def test_a_process_that_runs_is_waited_for(how: str, tmp_path: Path) -> None:
+    """However long its script takes, and though it begins no step."""
+    here, there = joined(tmp_path, 2, seconds=0.4)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(waits, here, how)
+        time.sleep(1.5)
+        assert not waiting.done()
+        pool.submit(waits, there, how).result(20)
+        waiting.result(20)
+    close(here, there)
+
+
 def test_a_replica_of_another_server_that_is_closed() -> None:
     """This one ends, though it has nothing to do: it could never run a step again."""
     here, there = joined_at_store(2, elsewhere=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from hardpoint_plugin_api import EngineDeadError
 if TYPE_CHECKING:
     from hardpoint.engine.execution.worker import WorkerFacts
 
+logger = logging.getLogger(__name__)
 
 _REASON_SECONDS = 5.0
 """For another replica to end, where these ranks cannot go on: it first waits for its own ranks to say why."""
@@ -115,14 +117,22 @@ class LockStepExecutor:
         """
         try:
             self._ranks.check()
+            if self._is_launched and deadline:
+                self._finish()
+            self._ranks.check()
         except EngineDeadError:
             self._rounds.leave(is_lost=True)
         else:
-            if self._is_launched and deadline:
-                with suppress(EngineDeadError):
-                    self._rounds.finish(self.keep_up)
             self._rounds.leave()
         self._ranks.shutdown(deadline)
+
+    def _finish(self) -> None:
+        """Take part in the steps of the other replicas until all are shut down, or one is lost."""
+        try:
+            self._rounds.finish(self.keep_up)
+            self._rounds.check()
+        except EngineDeadError as error:
+            logger.warning("this replica is closed before the others are: %s", error)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ nobody runs or waits busily where no replica has requests.
 
 from __future__ import annotations
 
+import socket
 import struct
 import threading
 import time
@@ -38,6 +39,10 @@ _FINISHED = b"."
 """In place of a step: the replica begins no more rounds, and takes part in those of others."""
 _MEETS = b"?"
 """In place of a step, before what the replica says: see ``meet``. No step has a length like these messages'."""
+_LIVES = b"!"
+"""In place of a step, now and then: the replica's process runs."""
+_BEATS = 4
+"""How often a replica says so within a step's time limit. One that leaves out all but one counts as hung."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class Rounds:
         """
         self._replica, self._others, self._seconds, self._elsewhere = replica, others, seconds, elsewhere
         self._running = set(others)
+        self._heard, self._sending = dict.fromkeys(others, time.monotonic()), threading.Lock()
+        self._is_patient = False  # waits for other replicas however long they take, while they run
         self._shares: dict[int, deque[Share]] = {number: deque() for number in others}
         self._said: dict[int, deque[str]] = {number: deque() for number in others}
         self._changed = threading.Condition()
@@ -102,9 +109,7 @@ class Rounds:
         Waits for the others. Raises EngineDeadError where one is gone or does not answer, and once this replica breaks
         off.
         """
-        for connection in self._others.values():
-            with suppress(OSError):  # it is gone: the reader says so
-                connection.send_bytes(own.packed)
+        self._tell(own.packed)
         with self._changed:
             self._changed.wait_for(
                 lambda: self._ended or self._is_broken_off or all(self._shares.values()), self._seconds
@@ -120,13 +125,12 @@ class Rounds:
         )
 
     def break_off(self) -> None:
-        """Have ``agree`` and ``meet`` wait no longer: this replica's own ranks are lost.
-
-        Others may wait for it to say so.
-        """
+        """Have no call wait any longer: this replica's own ranks are lost. The other replicas learn of it at once."""
         with self._changed:
             self._is_broken_off = True
             self._changed.notify_all()
+        for connection in self._others.values():
+            shut(connection, socket.SHUT_WR)
 
     def lost_within(self, seconds: float) -> str | None:
         """Which replica is gone, where it turns out within ``seconds`` that one is, which was not closed."""
@@ -148,15 +152,17 @@ class Rounds:
     def finish(self, keep_up: Callable[[], None]) -> None:
         """Begin no more rounds, and call ``keep_up`` for each of the others', until none begins any.
 
-        Returns at once where one is gone. Raises EngineDeadError where one goes, or does not answer.
+        Returns at once where one is gone or does not run, and once this replica breaks off. Raises EngineDeadError
+        where that happens in ``keep_up``.
         """
-        for connection in self._others.values():
-            with suppress(OSError):
-                connection.send_bytes(_FINISHED)
+        self._tell(_FINISHED)
+        self._is_patient = True
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or self.has_begun or not self._running)
-                if self._ended or not self.has_begun:
+                self._changed.wait_for(
+                    lambda: self._ended or self._is_broken_off or self.has_begun or not self._running
+                )
+                if self._ended or self._is_broken_off or not self.has_begun:
                     return
             keep_up()
 
@@ -164,12 +170,11 @@ class Rounds:
         """Wait until all replicas have come here, and call ``keep_up`` for each round that one of them still begins.
 
         Each begins no more rounds before it returns. Raises EngineError where another says something else than
-        ``said``, or has finished; EngineDeadError where one is gone, and once this replica breaks off.
+        ``said``, or has finished; EngineDeadError where one is gone or does not run, and once this replica breaks off.
         """
         padding = b" " * (-len(said.encode()) % _NUMBER.size)
-        for connection in self._others.values():
-            with suppress(OSError):
-                connection.send_bytes(_MEETS + said.encode() + padding)
+        self._tell(_MEETS + said.encode() + padding)
+        self._is_patient = True
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -180,6 +185,7 @@ class Rounds:
                 if not self.has_begun:
                     break
             keep_up()
+        self._is_patient = False
         with self._changed:
             if self._missed:
                 raise EngineError(f"this replica {said}, and replica {self._missed[0]} is being closed")
@@ -206,10 +212,9 @@ class Rounds:
             self._changed.notify_all()
         if has_left:
             return
+        if not is_lost:
+            self._tell(_LEAVES)
         for connection in self._others.values():
-            if not is_lost:
-                with suppress(OSError):
-                    connection.send_bytes(_LEAVES)
             shut(connection)
         self._reader.join()
         for connection in self._others.values():
@@ -219,10 +224,31 @@ class Rounds:
     def _ended(self) -> str | None:
         return self._lost or (CLOSED if self._is_closed else None)
 
+    def _tell(self, message: bytes, but: Collection[int] = ()) -> None:
+        """Send ``message`` to the other replicas, from any thread, ``but`` to some."""
+        for number, connection in self._others.items():
+            if number not in but:
+                with self._sending, suppress(OSError):  # it is gone: the reader says so
+                    connection.send_bytes(message)
+
+    def _beat(self) -> None:
+        """Say that this replica runs, and find those that have not said so for long."""
+        limit = self._seconds * (_BEATS - 1) / _BEATS
+        hung = [number for number, heard in self._heard.items() if time.monotonic() - heard > limit]
+        self._tell(_LIVES, but=hung)  # a connection that nobody reads fills up
+        with self._changed:
+            if hung and self._is_patient and not self._ended:
+                self._lost = f"replica {hung[0]} did not react within {self._seconds:g} seconds (--step-timeout)"
+            self._changed.notify_all()
+
     def _read(self) -> None:
         listening: dict[object, int] = {connection: number for number, connection in self._others.items()}
+        interval = self._seconds / _BEATS
+        beats = time.monotonic() + interval
         while listening:
-            for each in wait(list(listening)):  # type: ignore[arg-type]  # connections
+            found = wait(list(listening), max(0.0, beats - time.monotonic()))  # type: ignore[arg-type]  # connections
+            for each in found:
+                self._heard[listening[each]] = time.monotonic()
                 data = _received(self._others[listening[each]])
                 if data is None and not self._is_closed:
                     time.sleep(_GRACE)
@@ -234,15 +260,21 @@ class Rounds:
                         self._is_closed |= is_closed and number not in self._elsewhere
                         if not self._is_closed:
                             ended = "was closed" if is_closed else "is gone"
-                            self._lost = f"replica {number} {ended}, with which this one shares experts"
+                            gone = f"replica {number} {ended}, with which this one shares experts"
+                            self._lost = self._lost or gone
                     elif data == _FINISHED:
                         self._running.discard(number)
+                    elif data == _LIVES:
+                        continue
                     elif len(data) % _NUMBER.size:
                         self._said[number].append(data.removeprefix(_MEETS).decode().rstrip())
                     else:
                         self._shares[number].append(Share.unpack(data))
                     self._changed.notify_all()
                 self._notify()
+            if time.monotonic() >= beats:
+                self._beat()
+                beats = time.monotonic() + interval
 
 
 def _received(connection: Connection) -> bytes | None:

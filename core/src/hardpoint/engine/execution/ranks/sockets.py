@@ -7,11 +7,11 @@ import socket
 from multiprocessing.connection import Connection
 
 
-def shut(connection: Connection) -> None:
-    """End a connection for both sides. Closing it would do so only once no thread waits to read from it."""
+def shut(connection: Connection, how: int = socket.SHUT_RDWR) -> None:
+    """End a connection for both sides, or one way. Closing it would do so only once no thread waits to read from it."""
     try:
         with socket.socket(fileno=os.dup(connection.fileno())) as same:
-            same.shutdown(socket.SHUT_RDWR)
+            same.shutdown(how)
     except OSError:
         pass  # the other side was faster
 
