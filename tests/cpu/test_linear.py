@@ -149,6 +149,27 @@ def test_rows_of_odd_sizes_stay_apart(level: str, name: str, dtype: torch.dtype)
         assert (got[row] - wanted[row]).abs().max() <= limit, row
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_code_of_a_scale_of_one_byte_is_its_number(level: str, name: str, dtype: torch.dtype) -> None:
+    """Row i has a group with code i. For one row of x, codes that are no plain number have a kernel of their own."""
+    kind, pair = _pairs(dtype)[name]
+    generator = torch.Generator().manual_seed(0)
+    slots = _slots(256, 128, pair[0], torch.float32, generator)
+    codes = slots["weight_scale"].view(torch.uint8)
+    codes[:, 1] = torch.arange(256, dtype=torch.uint8)
+    numbers = dequantize(slots, pair[0], torch.float64)
+    kernel = _kernel(kind, pair, 256, 128, dtype)
+    weights = kernel.prepack({slot: value.clone() for slot, value in slots.items()})
+    for rows in (1, 5):
+        x = (torch.randn(rows, 128, generator=generator) / 256).to(dtype)  # within the range of float32 with any scale
+        got, wanted = kernel.apply(LinearCall(x, weights)), (x.double() @ numbers.T).to(dtype)
+        limit = 4 * torch.finfo(dtype).eps * (x.double().abs() @ numbers.abs().T)
+        same = (got.double() - wanted.double()).abs() <= limit.nan_to_num(0)
+        assert bool((same | (got == wanted) | (got.isnan() & wanted.isnan())).all()), rows
+        assert bool(wanted[:, 127 if name == "nvfp4" else 255].isnan().all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_code_of_fp8_is_its_number(level: str, dtype: torch.dtype) -> None:
     """Codes that are subnormal, too; for one row and for more, with numbers of x at the ends of its dtype's range."""

@@ -192,15 +192,19 @@ constexpr float kShortScales = 1;
 template <>
 inline constexpr float kShortScales<e4m3> = 0x1p-8f;
 
-template <typename S, int parts>
+// `plain` scales have codes up to kMostPlain<S> alone. The others take more instructions, and hardly a weight has any.
+template <bool plain, typename S, int parts>
 [[gnu::always_inline]] inline void load_short_scales(const S* from, Floats (&to)[parts]) {
-    unrolled<parts>([&](auto j) __attribute__((always_inline)) { to[j] = load(from + j * kLanes) * kShortScales<S>; });
-}
-template <>
-[[gnu::always_inline]] inline void load_short_scales(const e4m3* from, Floats (&to)[2]) {
-    const __m256i halves = e4m3_as_halves(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    to[0] = bits_as<Floats>(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)));
-    to[1] = bits_as<Floats>(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
+    if constexpr (std::is_same_v<S, e4m3> && parts == 2) {
+        const __m128i codes = load_raw<__m128i>(from);
+        const __m256i halves = plain ? plain_e4m3_as_halves(codes) : e4m3_as_halves(codes);
+        to[0] = bits_as<Floats>(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)));
+        to[1] = bits_as<Floats>(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
+    } else if constexpr (plain) {
+        unrolled<parts>([&](auto j) __attribute__((always_inline)) { to[j] = load_plain(from + j * kLanes); });
+    } else {
+        unrolled<parts>([&](auto j) __attribute__((always_inline)) { to[j] = load(from + j * kLanes) * kShortScales<S>; });
+    }
 }
 
 // Products with a weight of nibbles, as NibbleWeight's.
@@ -226,7 +230,7 @@ struct ShortWeight {
                     if constexpr (rows == 1) {
                         multiply_row(sums, first, p, x);
                     } else {
-                        for (int j = 0; j < kVectors; ++j) multiply_part<rows, 1, 0, true>(sums, first, p, j, x);
+                        for (int j = 0; j < kVectors; ++j) multiply_part<rows, 1, Steps{0, false, true}>(sums, first, p, j, x);
                     }
                     out.write(block.first_row + first, rows, p * kPanelRows, 1, sums, 1);
                 });
@@ -235,21 +239,39 @@ struct ShortWeight {
     }
 
   private:
+    // Groups of so many steps, of a multiple of them unless `once`, or of any number where it is 0; with zero points or
+    // without; with plain scales alone.
+    struct Steps {
+        int fixed;
+        bool once = false, zeros = false, plain = false;
+    };
+
     // A panel at once, since all sums stay in registers: memory then has one stream without pauses.
     void multiply_row(Sums (&sums)[1], std::int64_t row, std::int64_t p, const ShortRows& x) const {
+        using Scale = typename W::Scale;
         constexpr bool may_have_zeros = Codes::kInOrder;
+        constexpr int two = 2, some = kByteSteps;
+        const auto multiply = [&](auto of) { multiply_part<1, kVectors, of()>(sums, row, p, 0, x); };
         const std::int64_t steps = w.group / kNibbleColumns;
-        if (steps == 2 && !w.zeros) return multiply_part<1, kVectors, 2, false>(sums, row, p, 0, x);
-        if (steps % kByteSteps == 0 && !w.zeros) return multiply_part<1, kVectors, kByteSteps, false>(sums, row, p, 0, x);
-        if (may_have_zeros && steps % kByteSteps == 0) {
-            return multiply_part<1, kVectors, kByteSteps, may_have_zeros>(sums, row, p, 0, x);
+        if constexpr (sizeof(Scale) == 1) {
+            constexpr int only = std::is_same_v<Scale, e8m0> ? some : two;  // of MXFP4, and of NVFP4
+            if (steps == only) {
+                multiply([] { return Steps{only, true, false, true}; });
+                // Asked afterwards, when the scales are in the cache, since almost always they are.
+                if (are_plain(w.of_group(p, 0).scales, w.k / w.group * kPanelRows)) return;
+            }
+        } else if (!w.zeros && (steps == two || steps % some == 0)) {
+            if (steps == two) return multiply([] { return Steps{two, true}; });
+            if (steps == some) return multiply([] { return Steps{some, true}; });
+            return multiply([] { return Steps{some}; });
+        } else if (may_have_zeros && steps % some == 0) {
+            return multiply([] { return Steps{some, false, may_have_zeros}; });
         }
-        multiply_part<1, kVectors, 0, true>(sums, row, p, 0, x);
+        multiply([] { return Steps{0, false, true}; });
     }
 
-    // `parts` times kLanes rows of a panel, from vector `first_part` on; groups of 2 steps, or of a multiple of 4, as `fixed`
-    // says, of any where that is 0; without zero points where not `zeros`. Compiled once for all that x and results may be.
-    template <int rows, int parts, int fixed, bool zeros>
+    // `parts` times kLanes rows of a panel, from vector `first_part` on. Compiled once for all that x and results may be.
+    template <int rows, int parts, Steps of>
     [[gnu::noinline]] void multiply_part(
         Sums (&results)[rows], std::int64_t first, std::int64_t p, int first_part, const ShortRows& x
     ) const {
@@ -265,21 +287,21 @@ struct ShortWeight {
             of_x[r] = x.sums + (first + r) * x.spans;
         });
         unrolled<all>([&](auto i) __attribute__((always_inline)) { sums[i] = Floats{}; });
-        const bool has_zeros = zeros && w.zeros;
+        const bool has_zeros = of.zeros && w.zeros;
         auto group = w.of_group(p, 0);
         for (std::int64_t span = 0, s = 0; span < x.spans; ++span) {
             Ints totals[all];
             unrolled<all>([&](auto i) __attribute__((always_inline)) { totals[i] = Ints{}; });
             std::int64_t steps = x.columns(s) / kNibbleColumns;
             do {
-                const std::int64_t some = fixed ? fixed : std::min(steps, kByteSteps);
-                multiply_bytes<Codes, rows, parts, fixed>(totals, from, step, some);
+                const std::int64_t some = of.fixed ? of.fixed : std::min(steps, kByteSteps);
+                multiply_bytes<Codes, rows, parts, of.fixed>(totals, from, step, some);
                 unrolled<rows>([&](auto r) __attribute__((always_inline)) { from[r] += some * ShortRows::kStep; });
                 step += some * kStepBytes;
                 steps -= some;
-            } while (fixed != 2 && steps > 0);
+            } while (!of.once && steps > 0);
             Floats of_group[parts];
-            load_short_scales(group.scales + first_part * kLanes, of_group);
+            load_short_scales<of.plain>(group.scales + first_part * kLanes, of_group);
             fetch<kFetchAheadInOrder / 8>(group.scales);
             unrolled<parts>([&](auto j) __attribute__((always_inline)) {
                 Floats zero;
