@@ -74,7 +74,8 @@ def test_commands_leave_at_once(launches: list[Launch]) -> None:
         for rank in (1, 2):
             link = json.loads(store.get("link/0"))
             with Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"])) as connection:
-                connection.send(rank)
+                connection.send((rank, "elsewhere"))
         for peer in accepting.result(30):
+            assert peer.called == f"rank {peer.number} on elsewhere"
             with peer.connection, socket.socket(fileno=os.dup(peer.connection.fileno())) as same:
                 assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -33,15 +34,18 @@ with LLM(
     endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     outputs = llm.generate(prompts, greedy, use_tqdm=False)
     print(json.dumps([output.outputs[0].token_ids for output in outputs]), flush=True)
-    if sys.argv[3] == "kill":
+    if end := {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(sys.argv[3]):
+        other = int((folder / "pid-1").read_text())
         try:
             for count, _ in enumerate(llm.stream([1], endless)):
                 if count == 3:
-                    os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
+                    os.kill(other, end)
         except EngineDeadError as error:
             print(error, flush=True)
+        if end == signal.SIGSTOP:
+            os.kill(other, signal.SIGCONT)
 print(f"the end of rank {rank}", flush=True)
-if sys.argv[3] == "kill":  # torchrun waits five minutes for a node that failed where another's script ends well
+if end:  # torchrun waits five minutes for a node that failed where another's script ends well
     sys.exit(1)
 """
 
@@ -56,7 +60,7 @@ def torchrun(
     if end == "kill":
         launcher += ["--monitor-interval", "10"]
     return subprocess.run(
-        [*launcher, str(script), str(folder), json.dumps(prompts), end, json.dumps({size: 2})],
+        [*launcher, str(script), str(folder), json.dumps(prompts), end, json.dumps({size: 2, "step_timeout": 5})],
         capture_output=True,
         text=True,
         check=False,
@@ -94,10 +98,25 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama", max_position_embeddings=16384)
     done = torchrun(tmp_path, [[1]], "kill")
     _, error, end = done.stdout.splitlines()
-    assert error.startswith("rank 1's process has ended: torchrun's report, and what it wrote to stderr, say why")
+    said = "has ended: torchrun's report, and what it wrote to stderr, say why"
+    assert error.startswith(f"the process of rank 1 on {socket.gethostname()} {said}")
     assert end == "the end of rank 0"
     assert done.returncode == 1
     assert "Signal 9 (SIGKILL) received by PID" in done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_process_that_hangs(size: str, tmp_path: Path) -> None:
+    """Each tells what it does: also rank 0, a thread of the script's process."""
+    write_checkpoint(tmp_path, "llama", max_position_embeddings=16384)
+    done = torchrun(tmp_path, [[1]], "stop", size)
+    _, error, end = done.stdout.splitlines()
+    waits = r"rank 0 (waits in \w+, called in \w+ \(hardpoint/\S+:\d+\)|is in \w+ \(\S+:\d+\))"
+    said = rf"a step did not end within 5 seconds \(--step-timeout\), so that every rank was ended: {waits}"
+    assert re.match(rf"{said}; rank 1 on \S+ does not react; build a new engine", error), error
+    assert end == "the end of rank 0"
+    assert done.returncode == 1, "rank 1 ends, too, once it goes on"
 
 
 RESTARTED = """
@@ -201,5 +220,5 @@ def test_two_hosts(size: str, end: str, tmp_path: Path) -> None:
     if end == "close":
         assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     else:
-        assert others[0].startswith("rank 1's process has ended: torchrun's report"), others
+        assert re.match(r"the process of rank 1 on \S+ has ended: torchrun's report", others[0]), others
         assert (first.returncode, second.returncode) == (1, 1)

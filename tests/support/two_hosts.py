@@ -33,7 +33,16 @@ sh -c {first} > {folder}/0.out 2> {folder}/0.err
 echo $? > {folder}/0.code
 wait $there
 echo $? > {folder}/1.code
+for try in {{1..100}}; do
+    : > {folder}/left
+    for each in /proc/[0-9]*; do
+        case $each in /proc/1 | /proc/$other) ;; *) echo $(tr '\\0' ' ' < $each/cmdline) >> {folder}/left ;; esac
+    done
+    [ -s {folder}/left ] || break
+    sleep 0.1
+done
 """
+"""Bash is the process 1 here, and waits for orphans; those that live on for ten seconds are left."""
 
 
 def can_be_made() -> bool:
@@ -48,7 +57,10 @@ def can_be_made() -> bool:
 def run_on_two_hosts(
     commands: Sequence[Sequence[str]], folder: Path, env: Mapping[str, str], timeout: float
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run one command on each host, at the same time, and return how each ended; ``folder`` takes what they write."""
+    """Run one command on each host, at the same time, and return how each ended; ``folder`` takes what they write.
+
+    No process of theirs may outlive them.
+    """
     first, second = (shlex.quote(shlex.join(command)) for command in commands)
     script = _SCRIPT.format(addresses=ADDRESSES, first=first, second=second, folder=shlex.quote(str(folder)))
     done = subprocess.run(
@@ -60,6 +72,7 @@ def run_on_two_hosts(
         env=os.environ | env,
     )
     assert done.returncode == 0, done.stderr
+    assert not (left := (folder / "left").read_text()), f"processes that are left:\n{left}"
     read = [[(folder / f"{host}.{kind}").read_text() for kind in ("code", "out", "err")] for host in (0, 1)]
     return [
         subprocess.CompletedProcess(list(command), int(code), out, err)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from hardpoint_plugin_api import ConfigError
+
+LAUNCHER = os.getppid()
+"""The process that started this one: torchrun's, under torchrun. Read while it lives: an orphan has another parent."""
 
 GroupName = Literal["tp", "ep", "expert_tp", "pp"]
 GROUPS: tuple[GroupName, ...] = get_args(GroupName)

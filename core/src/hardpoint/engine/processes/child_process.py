@@ -148,14 +148,17 @@ def log_by(send: Sender, levels: dict[str, int]) -> None:
         logging.getLogger(name).setLevel(level)
 
 
-def listen(connection: Connection, parent: int, take: Callable[[object], None]) -> None:
-    """Pass what comes on to ``take``; return when the parent, a process's number, is gone."""
-    with _watched(parent) as is_gone, suppress(EOFError, OSError):
-        while True:
-            if connection.poll(1.0):
-                take(pickle.loads(connection.recv_bytes()))
-            elif is_gone():  # and a process that it forked holds its end of the pipe open
-                return
+def listen(connection: Connection, parent: int, take: Callable[[object], None]) -> bool:
+    """Pass what comes on to ``take``; return when the connection ends, or the parent, a process's number.
+
+    Returns whether the parent is gone: another process may hold its end of the connection open, and send.
+    """
+    with _watched(parent) as is_gone:
+        with suppress(EOFError, OSError):
+            while not is_gone() or connection.poll():
+                if connection.poll(1.0):
+                    take(pickle.loads(connection.recv_bytes()))
+        return is_gone()
 
 
 @contextmanager

@@ -1,13 +1,24 @@
-"""The work of a rank that hangs, read from the stack that its process leaves when it is aborted."""
+"""The work of a rank that hangs, read from the stacks that its process tells, or leaves when it is aborted."""
 
 from __future__ import annotations
 
+import faulthandler
 import re
+import tempfile
+from collections.abc import Iterable
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)$', re.MULTILINE)
 _GROUPS = "hardpoint/parallel/groups.py"
 _COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "all_to_all"})
 _RANK = "hardpoint/engine/execution/ranks/rank_process.py"
+
+
+def own_stacks() -> str:
+    """The stacks of this process's threads, as ``describe`` reads them."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read().decode("ascii", "replace")
 
 
 def describe(stack: str) -> str:
@@ -23,13 +34,14 @@ def describe(stack: str) -> str:
             if frame["file"].endswith(_GROUPS) and frame["function"] in _COLLECTIVES:
                 caller = next((each for each in frames[number:] if not each["file"].endswith(_GROUPS)), frame)
                 return f"waits in {frame['function']}, called in {_place(caller)}"
-    working = [frames for frames in threads if any(map(_serves, frames))]
+    working = [frames for frames in threads if _serves(frames)]
     return f"is in {_place(working[0][0])}" if working else "is in no step"
 
 
-def _serves(frame: dict[str, str]) -> bool:
-    """Whether a frame is of the thread that loads and runs steps; another one listens."""
-    return frame["file"].endswith(_RANK) and frame["function"] != "listen"
+def _serves(frames: Iterable[dict[str, str]]) -> bool:
+    """Whether these are of the thread that loads and runs steps; another one listens."""
+    functions = {frame["function"] for frame in frames if frame["file"].endswith(_RANK)}
+    return bool(functions) and "listen" not in functions
 
 
 def _place(frame: dict[str, str]) -> str:

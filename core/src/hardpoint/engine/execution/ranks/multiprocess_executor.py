@@ -16,13 +16,10 @@ from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.ranks.hang import describe
 from hardpoint.engine.execution.ranks.meeting import meeting_place
 from hardpoint.engine.execution.ranks.rank_process import RankSpec, serve_rank
-from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
+from hardpoint.engine.execution.ranks.ranks_executor import PATIENCE, RankLink, RanksExecutor
 from hardpoint.engine.processes import child_process
 from hardpoint.parallel.choices import Choices
 from hardpoint_plugin_api import EngineDeadError
-
-_PATIENCE = 1.0
-"""Seconds for a process that hangs to leave its stack."""
 
 
 class MultiprocessExecutor(RanksExecutor):
@@ -124,7 +121,7 @@ class ProcessRank(RankLink):
 
     def doing(self) -> str:
         """Have the process leave its stack and end. See RankLink."""
-        child_process.abort(self.process, _PATIENCE)
+        child_process.abort(self.process, PATIENCE)
         return describe(self.stack())
 
     def obituary(self) -> str:

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, cast
 
 from hardpoint.config import EngineConfig
+from hardpoint.engine.execution.ranks.hang import own_stacks
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Answer, Call, Failure, Logged, Stop
 from hardpoint.engine.scheduling.step import StepInput, StepOutput
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from hardpoint.engine.execution.runner import Ticket
     from hardpoint.engine.execution.worker import Worker, WorkerFacts
     from hardpoint.parallel.process_group import Store
+
+logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
 """How long a rank whose parent is gone may take to end in order."""
@@ -61,8 +64,20 @@ class RankFailed:
     failure: Failure
 
 
+@dataclass(frozen=True)
+class TellStacks:
+    """Say what each thread of the process does. It is answered where the rank itself hangs."""
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The answer, see ``hang``."""
+
+    text: str
+
+
 RankCommand = StepInput | Call | Stop
-RankReport = RankReady | RankFailed | StepOutput | Answer | Logged
+RankReport = RankReady | RankFailed | StepOutput | Answer | Logged | Stacks
 
 
 def serve_rank(
@@ -75,7 +90,7 @@ def serve_rank(
     send = child_process.Sender(connection)
     child_process.settle_in(send, levels, crashes)
     rank = Rank(spec)
-    end_with_parent(rank, connection, parent)
+    end_with_parent(rank, connection, parent, send)
 
     def report(message: RankReport) -> None:
         if isinstance(message, RankReady):
@@ -98,6 +113,8 @@ class Rank:
     commands: SimpleQueue[RankCommand | None] = field(default_factory=SimpleQueue)
     serving: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
+    was_told: threading.Event = field(default_factory=threading.Event)
+    """Set where it was told to stop."""
     abandoned: threading.Event = field(default_factory=threading.Event)
     """Set where the parent was gone before it told the rank to stop."""
     blueprint: Blueprint | None = None
@@ -134,6 +151,19 @@ class Rank:
             self.blueprint = draw(config, place=place)
         check_equal(control, Choices.of(self.blueprint), place.topology, wanted)
         return Worker.start(self.blueprint, control=control, store=store)
+
+    def listen(self, connection: Connection, parent: int, send: Callable[[RankReport], None]) -> bool:
+        """Take commands until ``connection`` ends, or the process ``parent`` does; returns whether that did."""
+
+        def take(command: object) -> None:
+            if isinstance(command, TellStacks):
+                send(Stacks(own_stacks()))
+                return
+            if isinstance(command, Stop):
+                self.was_told.set()
+            self.commands.put(cast("RankCommand", command))
+
+        return child_process.listen(connection, parent, take)
 
     def abort(self) -> None:
         """Break off, from another thread, what waits for other ranks."""
@@ -201,20 +231,27 @@ def _collect(
         commands.put(None)
 
 
-def end_with_parent(rank: Rank, connection: Connection, parent: int) -> None:
-    """Pass commands on to ``rank`` until the parent is gone; then see to it that this process ends."""
+def end_with_parent(
+    rank: Rank,
+    connection: Connection,
+    parent: int,
+    send: Callable[[RankReport], None],
+    why: Callable[[bool], Exception] | None = None,
+) -> None:
+    """Pass commands on to ``rank`` until the parent is gone; then see to it that this process ends.
 
-    was_told = threading.Event()
-
-    def take(command: object) -> None:
-        if isinstance(command, Stop):
-            was_told.set()
-        rank.commands.put(cast("RankCommand", command))
+    ``why``: the error that it ends with where it was not told to stop, given whether the process ``parent`` is gone: it
+    may be another one than that which commands.
+    """
 
     def listen() -> None:
-        child_process.listen(connection, parent, take)
-        if not was_told.is_set():
+        is_orphan = rank.listen(connection, parent, send)
+        if not rank.was_told.is_set():
             rank.abandoned.set()
+            if why is not None:
+                error = why(is_orphan)
+                logger.error("rank %d ends: %s", rank.spec.place.rank, error)
+                send(RankFailed(Failure.of(error)))
         rank.commands.put(Stop())
         if rank.spec.store:  # a parent that was killed has left it
             shutil.rmtree(os.path.dirname(rank.spec.store), ignore_errors=True)

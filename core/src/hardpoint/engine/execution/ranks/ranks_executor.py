@@ -26,7 +26,8 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.control import R, Verb
 from hardpoint.engine.execution.executor import Pending
 from hardpoint.engine.execution.ranks.expert_balancing import ExpertBalancing
-from hardpoint.engine.execution.ranks.rank_process import RankFailed, RankReady, RankReport
+from hardpoint.engine.execution.ranks.hang import describe
+from hardpoint.engine.execution.ranks.rank_process import RankFailed, RankReady, RankReport, Stacks, TellStacks
 from hardpoint.engine.execution.worker import WorkerFacts
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Answer, Answers, Call, Failure, Logged, Stop
@@ -43,6 +44,9 @@ _GRACE = 0.5
 _OTHERS_GRACE = 2.0
 """The same where the rank at fault may be another replica's, which ends all when it has said why."""
 
+PATIENCE = 1.0
+"""Seconds for a process that hangs to tell, or to leave, its stacks."""
+
 
 class RankLink(ABC):
     """One rank, and the thread that writes to it: a rank that does not read must keep nobody waiting."""
@@ -50,6 +54,7 @@ class RankLink(ABC):
     def __init__(self, number: int, connection: Connection) -> None:
         self.number, self.connection = number, connection
         self.answers = Answers()
+        self.stacks: SimpleQueue[str] = SimpleQueue()  # as it has told them
         self._commands: SimpleQueue[bytes | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._write, name=f"hardpoint-rank-{number}-writer", daemon=True)
         self._writer.start()
@@ -81,9 +86,12 @@ class RankLink(ABC):
         return ""
 
     def doing(self) -> str:
-        """The work of a rank that may hang, for a sentence about it; empty where that cannot be known. It may end the
-        rank."""
-        return ""
+        """The work of a rank that may hang, for a sentence about it. It may end the rank."""
+        self.send(pickle.dumps(TellStacks()))
+        try:
+            return describe(self.stacks.get(timeout=PATIENCE))
+        except Empty:
+            return describe("")
 
     def send(self, data: bytes) -> None:
         """Queue a pickled command."""
@@ -209,8 +217,7 @@ class RanksExecutor:
     def give_up_hung(self, what: str) -> EngineDeadError:
         """As ``give_up``, after ``what`` took too long; the error says what each rank was doing."""
         with self._ending:
-            told = [f"{rank.called} {doing}" for rank in self._ranks if (doing := rank.doing())]
-            found = "; ".join(told) or "a rank hangs, or waits for one that does"
+            found = "; ".join(f"{rank.called} {rank.doing()}" for rank in self._ranks)
             return self.give_up(f"{what}, so that every rank was ended: {found}; build a new engine")
 
     def shutdown(self, deadline: float) -> None:
@@ -300,6 +307,8 @@ class RanksExecutor:
             self._ready.put(report.facts)
         elif isinstance(report, Answer):
             rank.answers.take(report)
+        elif isinstance(report, Stacks):
+            rank.stacks.put(report.text)
         elif isinstance(report, StepOutput):
             with self._state:
                 future = self._steps.popleft() if self._steps else None

@@ -77,7 +77,7 @@ class RankActor:
         send = child_process.Sender(connection)
         child_process.log_by(send, levels)
         rank = Rank(spec)
-        end_with_parent(rank, connection, os.getppid())
+        end_with_parent(rank, connection, os.getppid(), send)
 
         def report(message: RankReport) -> None:
             if isinstance(message, RankReady):

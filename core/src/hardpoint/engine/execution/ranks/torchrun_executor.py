@@ -8,21 +8,23 @@ replicas share experts, all this holds for each replica.
 from __future__ import annotations
 
 import json
-import os
 import secrets
+import socket
 import threading
 from multiprocessing import AuthenticationError, Pipe
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine.execution.ranks.launch import Launch, built_no_engine
+from hardpoint.engine.execution.ranks.launch import Launch, built_no_engine, end_as_orphan, launcher_gone
 from hardpoint.engine.execution.ranks.rank_process import Rank, RankFailed, RankSpec, end_with_parent
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.execution.ranks.sockets import send_at_once, shut
 from hardpoint.engine.processes import child_process
-from hardpoint.engine.processes.calls import Stop
+from hardpoint.engine.processes.calls import Failure, Stop
 from hardpoint.parallel.process_group import LOOPBACK, Store
+from hardpoint.parallel.topology import LAUNCHER
+from hardpoint_plugin_api import EngineDeadError
 
 if TYPE_CHECKING:
     from hardpoint.engine.blueprint import Blueprint
@@ -35,6 +37,8 @@ def serve_unless_first(config: EngineConfig) -> EngineConfig:
     """Return the config of this process's replica in its rank 0. In another rank's process serve until the engine is
     closed, then raise SystemExit: with 1 where the engine was lost, so that torchrun starts all again if it is to."""
     launch = Launch.read(config)
+    if launch.place.rank:
+        end_as_orphan(launch.place.rank)
     config = config.meeting_in(launch.join_attempt(float(config.core_start_timeout)))
     if config.topology.shares_experts:
         config = config.of_launched(launch.place.topology.replica)
@@ -50,7 +54,7 @@ def _serve(config: EngineConfig, launch: Launch) -> int:
     if config.block_size is None and link["block_size"] is not None:  # larger blocks, which rank 0 chose for states
         config = config.with_block_size(link["block_size"])
     connection = send_at_once(Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"])))
-    connection.send(launch.place.rank)
+    connection.send((launch.place.rank, socket.gethostname()))
     send, failed = child_process.Sender(connection), threading.Event()
 
     def report(message: object) -> None:
@@ -59,7 +63,12 @@ def _serve(config: EngineConfig, launch: Launch) -> int:
         send(message)
 
     rank = Rank(RankSpec(config, launch.place))
-    end_with_parent(rank, connection, os.getppid())
+
+    def why(is_orphan: bool) -> EngineDeadError:
+        left = f"rank 0 on {link['host_name']} has closed its connection, and says why if it can"
+        return launcher_gone() if is_orphan else EngineDeadError(left)
+
+    end_with_parent(rank, connection, LAUNCHER, report, why)
     rank.run(lambda: store, report)
     return int(failed.is_set() or rank.abandoned.is_set())
 
@@ -87,7 +96,8 @@ def _accepted(launch: Launch, store: Store, block_size: int | None, patience: fl
     key = secrets.token_bytes(32)
     local, world = launch.place.on_one_host, launch.place.topology.size
     with Listener((LOOPBACK if local else "", 0), backlog=world, authkey=key) as listener:
-        link = {"host": launch.own_host, "port": listener.address[1], "key": key.hex(), "block_size": block_size}
+        here = {"host": launch.own_host, "host_name": socket.gethostname()}
+        link = here | {"port": listener.address[1], "key": key.hex(), "block_size": block_size}
         store.set(_LINK.format(launch.place.topology.replica), json.dumps(link))
         listener._listener._socket.settimeout(patience)  # type: ignore[attr-defined]  # there is no public way
         found: dict[int, RankLink] = {}
@@ -98,8 +108,8 @@ def _accepted(launch: Launch, store: Store, block_size: int | None, patience: fl
                 continue
             except TimeoutError:
                 raise built_no_engine(sorted(set(range(1, world)) - set(found)), patience) from None
-            number: int = connection.recv()
-            found[number] = TorchrunPeer(number, connection)
+            number, host = connection.recv()
+            found[number] = TorchrunPeer(number, connection, host)
     return [found[number] for number in sorted(found)]
 
 
@@ -109,17 +119,18 @@ class ThreadRank(RankLink):
     def __init__(self, spec: RankSpec, store: Store) -> None:
         ours, self._theirs = Pipe()
         super().__init__(spec.place.rank, ours)
-        self._rank, self._store = Rank(spec), store
+        self._rank, self._store, self._send = Rank(spec), store, child_process.Sender(self._theirs)
         self._thread = threading.Thread(target=self._run, name=f"hardpoint-rank-{self.number}", daemon=True)
         self._thread.start()
         threading.Thread(target=self._listen, name=f"hardpoint-rank-{self.number}-listener", daemon=True).start()
 
     def _run(self) -> None:
-        self._rank.run(lambda: self._store, child_process.Sender(self._theirs))
+        self._rank.run(lambda: self._store, self._send)
         shut(self._theirs)
 
     def _listen(self) -> None:
-        child_process.listen(self._theirs, os.getppid(), self._rank.commands.put)  # type: ignore[arg-type]  # commands
+        if self._rank.listen(self._theirs, LAUNCHER, self._send):
+            self._send(RankFailed(Failure.of(launcher_gone())))
         self._thread.join()  # a connection must not be closed while another thread writes to it
         self._theirs.close()
 
@@ -141,6 +152,15 @@ class ThreadRank(RankLink):
 class TorchrunPeer(RankLink):
     """A rank in another process that torchrun started. It ends when its connection does."""
 
+    def __init__(self, number: int, connection: Connection, host: str) -> None:
+        super().__init__(number, connection)
+        self._host = host
+
+    @property
+    def called(self) -> str:
+        """See RankLink."""
+        return f"rank {self.number} on {self._host}"
+
     def join(self, seconds: float) -> None:
         """Nothing to wait for: torchrun does that."""
 
@@ -151,4 +171,4 @@ class TorchrunPeer(RankLink):
 
     def obituary(self) -> str:
         """See RankLink."""
-        return f"rank {self.number}'s process has ended: torchrun's report, and what it wrote to stderr, say why"
+        return f"the process of {self.called} has ended: torchrun's report, and what it wrote to stderr, say why"
