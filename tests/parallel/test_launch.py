@@ -79,3 +79,5 @@ def test_commands_leave_at_once(launches: list[Launch]) -> None:
             assert peer.called == f"rank {peer.number} on elsewhere"
             with peer.connection, socket.socket(fileno=os.dup(peer.connection.fileno())) as same:
                 assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                assert same.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000

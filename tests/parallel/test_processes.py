@@ -173,6 +173,20 @@ def test_a_rank_that_hangs_while_it_loads(checkpoint: tuple[Path, PreTrainedMode
     assert is_gone(stopped[0])
 
 
+@NIGHTLY
+def test_a_rank_that_hangs_among_several(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """It alone is said not to react, though it is waited for before the others are told of."""
+    with small_llm(checkpoint[0], tensor_parallel_size=2, pipeline_parallel_size=2, step_timeout=5) as llm:
+        stream = llm.stream([1], ENDLESS)
+        next(stream)
+        os.kill(pids(llm)[1], signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="did not end within 5 seconds") as raised:
+            list(stream)
+    told = dict(re.findall(r"rank (\d) \(\d+\) (does not react|waits in \w+|is in \w+)", str(raised.value)))
+    assert told.keys() == {"0", "1", "2", "3"}
+    assert [rank for rank, doing in told.items() if doing == "does not react"] == ["1"], told
+
+
 def test_a_rank_that_is_killed(checkpoint: tuple[Path, PreTrainedModel]) -> None:
     """Under an AsyncEngine, whose core has a process of its own and starts the ranks from there."""
 

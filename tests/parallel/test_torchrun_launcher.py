@@ -15,7 +15,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.expert_servers import MIXTURE
 
 PROGRAM = """
-import json, os, signal, sys, time
+import json, os, subprocess, sys, time
 from pathlib import Path
 from hardpoint import LLM, SamplingParams
 from hardpoint_plugin_api import EngineDeadError
@@ -25,6 +25,9 @@ first = int(os.environ["RANK"]) == 0
 (folder / f"launcher-{os.environ['GROUP_RANK']}").write_text(str(os.getppid()))
 
 def strike():
+    if end == 0:
+        subprocess.run(["ip", "link", "set", "left", "down"], check=True)
+        return
     os.kill(int((folder / f"launcher-{victim}").read_text()), end)
 
 if first and when == "start":
@@ -45,7 +48,8 @@ except EngineDeadError as error:
     print(error, flush=True)
     sys.exit(1)
 """
-SIGTERM, SIGKILL = "15", "9"
+SIGTERM, SIGKILL, CUT = "15", "9", "0"
+"""How the end comes: by a signal to the launcher, or to the cable between the hosts."""
 GONE = r"torchrun's launcher on \S+, process \d+, is gone; start torchrun again on all nodes"
 CLOSED = r"rank 1 ends: rank 0 on \S+ has closed its connection, and says why if it can"
 SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
@@ -66,7 +70,7 @@ def killed(
     launcher += ["--nnodes", "2", "--master-addr", two_hosts.ADDRESSES[0], "--master-port", "29500", "--node-rank"]
     given = [str(script), str(folder), str(victim), end, when, json.dumps(size)]
     commands = [[*launcher, str(node), *given] for node in (0, 1)]
-    done = two_hosts.run_on_two_hosts(commands, folder, {"OMP_NUM_THREADS": "1"}, 120)
+    done = two_hosts.run_on_two_hosts(commands, folder, {"OMP_NUM_THREADS": "1"}, 180)
     return [(each.returncode, each.stdout, each.stderr) for each in done]
 
 
@@ -107,7 +111,7 @@ def test_rank_0_s_is_told_to_end(tmp_path: Path) -> None:
 def test_the_second_host_s_is_told_to_end(tmp_path: Path) -> None:
     (code, told, _), (other_code, _, _) = killed(tmp_path, 1, SIGTERM, {"tensor_parallel_size": 2})
     assert (code, other_code) == (1, 1)
-    assert re.match(r"the process of rank 1 on \S+ has ended: torchrun's report", told), told
+    assert re.match(r"the process of rank 1 on \S+ has ended, or its host is gone: see torchrun's report", told), told
 
 
 @NIGHTLY
@@ -128,3 +132,12 @@ def test_it_is_killed_while_ranks_load(victim: int, tmp_path: Path) -> None:
     assert re.search(GONE if victim else r"torchrun's store at 10\.77\.0\.1:29500 is gone, or was not there", told), (
         told
     )
+
+
+@NIGHTLY
+def test_the_cable_is_cut(tmp_path: Path) -> None:
+    """Neither host closes a connection. Each misses the other after a minute; a step may take five."""
+    (code, told, _), (other_code, _, other) = killed(tmp_path, 1, CUT, {"tensor_parallel_size": 2})
+    assert (code, other_code) == (1, 1)
+    assert re.match(r"the process of rank 1 on \S+ has ended, or its host is gone", told), told
+    assert re.search(CLOSED, other), other

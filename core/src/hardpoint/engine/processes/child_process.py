@@ -98,8 +98,18 @@ _crash_pipes: list[Connection] = []
 
 def abort(process: BaseProcess, patience: float = 2.0) -> None:
     """Have ``process``, which hangs, leave its stack and end; kill it where it cannot even do that."""
+    ask_stack(process)
+    await_end(process, patience)
+
+
+def ask_stack(process: BaseProcess) -> None:
+    """Have ``process`` leave its stack, and end."""
     with suppress(ProcessLookupError):
         os.kill(process.pid or 0, signal.SIGABRT)
+
+
+def await_end(process: BaseProcess, patience: float) -> None:
+    """Wait for ``process``, which was asked to end; kill it after ``patience`` seconds."""
     wait([process.sentinel], patience)  # whoever watches it joins it
     process.kill()
 

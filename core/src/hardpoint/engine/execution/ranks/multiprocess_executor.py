@@ -119,9 +119,13 @@ class ProcessRank(RankLink):
                 self._stack = self._crash.read()
             return self._stack
 
+    def ask_stacks(self) -> None:
+        """See RankLink."""
+        child_process.ask_stack(self.process)
+
     def doing(self) -> str:
-        """Have the process leave its stack and end. See RankLink."""
-        child_process.abort(self.process, PATIENCE)
+        """See RankLink."""
+        child_process.await_end(self.process, PATIENCE)
         return describe(self.stack())
 
     def obituary(self) -> str:

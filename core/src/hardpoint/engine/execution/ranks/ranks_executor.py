@@ -85,9 +85,12 @@ class RankLink(ABC):
         """Return the stack that the rank's process left when it crashed, or an empty text; after it has ended."""
         return ""
 
-    def doing(self) -> str:
-        """The work of a rank that may hang, for a sentence about it. It may end the rank."""
+    def ask_stacks(self) -> None:
+        """Have the rank's process tell what its threads do, or leave it and end."""
         self.send(pickle.dumps(TellStacks()))
+
+    def doing(self) -> str:
+        """The work of a rank that may hang, for a sentence about it, after ``ask_stacks``."""
         try:
             return describe(self.stacks.get(timeout=PATIENCE))
         except Empty:
@@ -217,6 +220,8 @@ class RanksExecutor:
     def give_up_hung(self, what: str) -> EngineDeadError:
         """As ``give_up``, after ``what`` took too long; the error says what each rank was doing."""
         with self._ending:
+            for rank in self._ranks:  # all at once: one that ends takes those along that wait for it
+                rank.ask_stacks()
             found = "; ".join(f"{rank.called} {rank.doing()}" for rank in self._ranks)
             return self.give_up(f"{what}, so that every rank was ended: {found}; build a new engine")
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hardpoint.engine.execution.ranks.meeting import await_word, leave_word, meeting_place, servers_store
 from hardpoint.engine.execution.ranks.rank_process import Rank, RankReady, RankReport, RankSpec, end_with_parent
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
-from hardpoint.engine.execution.ranks.sockets import send_at_once, shut
+from hardpoint.engine.execution.ranks.sockets import set_up, shut
 from hardpoint.engine.processes import child_process
 from hardpoint.extras import require_extra
 from hardpoint.garbage_collection import keep_what_is_there
@@ -72,7 +72,7 @@ class RankActor:
 
     def serve(self, spec: RankSpec, link: Link, levels: dict[str, int]) -> None:
         """Serve as a rank until the engine is closed or gone."""
-        connection = send_at_once(Client((link.host, link.port), authkey=link.key))
+        connection = set_up(Client((link.host, link.port), authkey=link.key))
         connection.send(spec.place.rank)
         send = child_process.Sender(connection)
         child_process.log_by(send, levels)
@@ -243,7 +243,7 @@ def _started(blueprint: Blueprint, actors: Sequence[Any], patience: float) -> tu
         found: dict[int, RayRank] = {}
         while len(found) < world:
             try:
-                connection = send_at_once(listener.accept())
+                connection = set_up(listener.accept())
             except (AuthenticationError, EOFError, ConnectionError):  # a stranger
                 continue
             except TimeoutError:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hardpoint.engine.execution.ranks.sockets import send_at_once
+from hardpoint.engine.execution.ranks.sockets import set_up
 from hardpoint_plugin_api import EngineDeadError, EngineError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def met_at_store(
             try:
                 store.wait([f"core-{number}"], timedelta(seconds=max(1.0, deadline.left)))
                 link = json.loads(store.get(f"core-{number}"))
-                others[number] = send_at_once(Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"])))
+                others[number] = set_up(Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"])))
             except (RuntimeError, OSError) as error:  # the store's own is a RuntimeError
                 raise absent([number], patience) from error
             others[number].send_bytes(_NUMBER.pack(replica))
@@ -88,7 +88,7 @@ def _accepted(listener: Listener, expected: Collection[int], deadline: _Deadline
     while len(found) < len(expected):
         listener._listener._socket.settimeout(max(0.001, deadline.left))  # type: ignore[attr-defined]  # no public way
         try:
-            connection = send_at_once(listener.accept())
+            connection = set_up(listener.accept())
             if not connection.poll(deadline.left):
                 raise TimeoutError
             found[_NUMBER.unpack(connection.recv_bytes())[0]] = connection

@@ -6,6 +6,15 @@ import os
 import socket
 from multiprocessing.connection import Connection
 
+_OPTIONS = {
+    socket.TCP_NODELAY: 1,
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 60_000,
+}
+"""A host that answers nothing for 60 seconds is gone, whether or not there is something to send."""
+
 
 def shut(connection: Connection, how: int = socket.SHUT_RDWR) -> None:
     """End a connection for both sides, or one way. Closing it would do so only once no thread waits to read from it."""
@@ -16,13 +25,16 @@ def shut(connection: Connection, how: int = socket.SHUT_RDWR) -> None:
         pass  # the other side was faster
 
 
-def send_at_once(connection: Connection) -> Connection:
-    """Have each message leave when it is sent; returns ``connection``.
+def set_up(connection: Connection) -> Connection:
+    """Have each message leave when it is sent, and a host that is gone end the connection; returns ``connection``.
 
-    Without it TCP holds a small message back while the one before is not acknowledged, for 40 ms: steps that are
-    submitted one behind the other would wait so long.
+    By itself TCP holds a small message back while the one before is not acknowledged, for 40 ms: steps that are
+    submitted one behind the other would wait so long. It waits for a host that was switched off for many minutes, and
+    forever where there is nothing to send.
     """
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         if same.family != socket.AF_UNIX:
-            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for option, value in _OPTIONS.items():
+                same.setsockopt(socket.IPPROTO_TCP, option, value)
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return connection

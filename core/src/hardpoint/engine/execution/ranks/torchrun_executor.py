@@ -19,7 +19,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.execution.ranks.launch import Launch, built_no_engine, end_as_orphan, launcher_gone
 from hardpoint.engine.execution.ranks.rank_process import Rank, RankFailed, RankSpec, end_with_parent
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
-from hardpoint.engine.execution.ranks.sockets import send_at_once, shut
+from hardpoint.engine.execution.ranks.sockets import set_up, shut
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Failure, Stop
 from hardpoint.parallel.process_group import LOOPBACK, Store
@@ -53,7 +53,7 @@ def _serve(config: EngineConfig, launch: Launch) -> int:
     link = json.loads(store.get(_LINK.format(launch.place.topology.replica)))
     if config.block_size is None and link["block_size"] is not None:  # larger blocks, which rank 0 chose for states
         config = config.with_block_size(link["block_size"])
-    connection = send_at_once(Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"])))
+    connection = set_up(Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"])))
     connection.send((launch.place.rank, socket.gethostname()))
     send, failed = child_process.Sender(connection), threading.Event()
 
@@ -103,7 +103,7 @@ def _accepted(launch: Launch, store: Store, block_size: int | None, patience: fl
         found: dict[int, RankLink] = {}
         while len(found) < world - 1:
             try:
-                connection = send_at_once(listener.accept())
+                connection = set_up(listener.accept())
             except (AuthenticationError, EOFError, ConnectionError):  # a stranger
                 continue
             except TimeoutError:
@@ -171,4 +171,4 @@ class TorchrunPeer(RankLink):
 
     def obituary(self) -> str:
         """See RankLink."""
-        return f"the process of {self.called} has ended: torchrun's report, and what it wrote to stderr, say why"
+        return f"the process of {self.called} has ended, or its host is gone: see torchrun's report, and its stderr"
