@@ -87,6 +87,8 @@ class TritonAttention(AttentionBackend):
     capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
     exact_lengths: ClassVar[bool] = False
     store_kernel: ClassVar[Any] = store_keys_and_values
+    least_columns: ClassVar[int] = 16
+    """To which smaller heads are filled up."""
     tables: ClassVar[Tables | None] = None
     """Tables that take the place of the device's, for tests and benchmarks."""
 
@@ -98,7 +100,7 @@ class TritonAttention(AttentionBackend):
         # Where one of two dtypes may not hold the other's numbers, products are in float32.
         wide = scales == "none" and spec.kv_dtype != spec.dtype
         itemsize = 4 if wide else dtype_of(spec.dtype).itemsize
-        block_d = max(16, triton.next_power_of_2(spec.head_size))
+        block_d = max(self.least_columns, triton.next_power_of_2(spec.head_size))
         capped = spec.soft_cap is not None
         self._factors = (
             (2 * LOG2_E * spec.scale / spec.soft_cap, LOG2_E * spec.soft_cap)
@@ -316,6 +318,8 @@ class TritonNvfp4CacheAttention(TritonAttention):
 
     layout: ClassVar[CacheLayout] = GroupScaledLayout()
     store_kernel: ClassVar[Any] = store_groups
+    least_columns: ClassVar[int] = 32
+    """With one group in a row, Triton 3.6 gave wrong numbers on an H200 (docs/measurements/h200.md)."""
 
     def _scales_of(self, spec: AttentionSpec) -> str:
         return "group"
