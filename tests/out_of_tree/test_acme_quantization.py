@@ -78,7 +78,7 @@ def test_its_kernel_by_flag(acme: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     with small_llm(tmp_path, quantization="acme_groups", linear_backend="acme_groups") as llm:
         assert "acme_groups" in kernels(llm).values()
-    with pytest.raises(SelectionError, match=r"--linear-backend acme_groups: it cannot serve linear .*spec=uint4"):
+    with pytest.raises(SelectionError, match=r"--linear-backend acme_groups: it cannot serve linear .*spec=int4"):
         small_llm(tmp_path, quantization="int4", quantization_options="group_size=32", linear_backend="acme_groups")
     with pytest.raises(ConfigError, match=r"--quantization-options speed: acme_groups has none"):
         small_llm(tmp_path, quantization="acme_groups", quantization_options="speed=1")

@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_never_both_copies(tmp_path: Path, model: Path, method: str) -> None:
     held, peak = load(tmp_path, model, f"quantization={method}")
-    assert 40e6 < held < 90e6
+    assert 39e6 < held < 90e6
     assert peak < 1.2 * held + CONSTANT, "with the unquantized weights, of 154 MB, it would be twice as much"
 
 

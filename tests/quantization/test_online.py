@@ -38,11 +38,13 @@ def int4(group: int, symmetric: bool) -> Rounding:
     """Rounded to 4-bit integers in groups of columns."""
 
     def rounded(weight: torch.Tensor) -> torch.Tensor:
-        if symmetric:
-            _, each = by_blocks(weight, 1, group, 7)
-            return (weight / each).round() * each
+        if symmetric:  # the number of the largest magnitude is -8 times the scale
+            groups = weight.unflatten(1, (-1, group))
+            scale = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8
+            numbers: torch.Tensor = (groups / scale).round().clamp(max=7) * scale
+            return numbers.flatten(1)
         of = torch.arange(weight.shape[1]) // group
-        numbers: torch.Tensor = integers(weight, group, 4, False, torch.float32, of)[-1]
+        numbers = integers(weight, group, 4, False, torch.float32, of)[-1]
         return numbers
 
     return rounded
@@ -55,6 +57,11 @@ def nvfp4(weight: torch.Tensor) -> torch.Tensor:
     scale = (groups.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float()
     numbers: torch.Tensor = nearest(groups / scale, "e2m1") * scale * outer
     return numbers.flatten(-2)
+
+
+def int4_by_default(weight: torch.Tensor) -> torch.Tensor:
+    """Without zero points, in the largest usual groups that divide the columns."""
+    return int4(next(size for size in (128, 64, 32) if weight.shape[-1] % size == 0), True)(weight)
 
 
 def nf4(weight: torch.Tensor) -> torch.Tensor:
@@ -76,10 +83,11 @@ ONLINE = [
     ("fp8", "activations=none", e4m3(1, 0), None),
     ("int8", "", int8, int8_inputs),
     ("int8", "activations=none", int8, None),
-    ("int4", "group_size=32", int4(32, False), None),
-    ("int4", "group_size=16,symmetric=true", int4(16, True), None),
-    ("int4", "group_size=32,lm_head=true", int4(32, False), None),
-    ("int4", "group_size=32,lm_head=false", int4(32, False), None),
+    ("int4", "", int4_by_default, None),
+    ("int4", "group_size=32", int4(32, True), None),
+    ("int4", "group_size=16,symmetric=false", int4(16, False), None),
+    ("int4", "group_size=32,symmetric=false,lm_head=true", int4(32, False), None),
+    ("int4", "group_size=32,lm_head=false", int4(32, True), None),
     ("fp8", "lm_head=true", e4m3(1, 0), fp8_inputs()),
     ("mxfp8", "", powers(8, "e4m3"), None),
     ("mxfp8", "activations=dynamic", powers(8, "e4m3"), powers(8, "e4m3")),
@@ -127,7 +135,7 @@ def test_either_kernel_by_name(tmp_path: Path, kernel: str) -> None:
     with small_llm(tmp_path, **settings) as llm:
         expected = prompt_logits(llm, ids)
     with small_llm(tmp_path, **settings, use={"linear": kernel}) as llm:
-        assert {row.chosen for row in llm.table.rows if row.family == "linear" and "uint4" in row.workload} == {kernel}
+        assert {row.chosen for row in llm.table.rows if row.family == "linear" and "=int4@" in row.workload} == {kernel}
         assert (prompt_logits(llm, ids) - expected).abs().max() < 1e-4
 
 
@@ -137,7 +145,7 @@ def test_a_head_that_the_named_kernel_cannot_serve(tmp_path: Path) -> None:
     settings = {"quantization": "int4", "quantization_options": "group_size=32"}
     with small_llm(tmp_path, **settings, linear_backend="cpu_native_int4") as llm:
         chosen = {row.workload.split("spec=")[1]: row.chosen for row in llm.table.rows if row.family == "linear"}
-    assert {name for spec, name in chosen.items() if spec.startswith("uint4")} == {"cpu_native_int4"}
+    assert {name for spec, name in chosen.items() if spec.startswith("int4")} == {"cpu_native_int4"}
     assert {name for spec, name in chosen.items() if spec.startswith("int8")} == {"cpu_native_int8_weight"}
 
 
@@ -174,7 +182,7 @@ def test_experts_that_stand_in_one_tensor(tmp_path: Path, family: str, top_k: in
         "sliding_window": 9,
     }
     model = write_checkpoint(tmp_path, family, **sizes)
-    rounded = {"int4": int4(32, False), "nvfp4": nvfp4}[method]
+    rounded = {"int4": int4(32, True), "nvfp4": nvfp4}[method]
     round_weights(model, rounded, None, head=int8)
     for name, stack in model.named_parameters():
         if name.endswith("_proj") and ".experts." in name:

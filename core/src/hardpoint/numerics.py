@@ -20,6 +20,9 @@ from hardpoint_plugin_api.elements import BUILT_IN
 
 _E8M0 = "float8_e8m0fnu"
 _ALL = Scale("float32", (-1, -1))
+_REACH_BELOW = ("int4",)
+"""Elements so few that the one more below zero counts: a block's number of the largest magnitude becomes the lowest
+element, by a scale that is negative where the number is positive, as in ggml's Q4_0 (quantize_row_q4_0_ref)."""
 _CHUNK = 1 << 19
 """Elements of a weight that are worked on at once: 2 MiB of float32 each, beside a matrix of any size. With fewer, the
 calls cost more than the work: on two busy cores, 64 Ki took eight times as long for int8."""
@@ -358,6 +361,9 @@ def _fit(blocks: torch.Tensor, spec: QuantSpec, dims: tuple[int, ...]) -> tuple[
     """The scales (and zero points) with which each block of float32 ``blocks`` just fits the element's range."""
     if not spec.zero_point:
         top, bottom = blocks.amax(dims, keepdim=True), blocks.amin(dims, keepdim=True)
+        if spec.element in _REACH_BELOW and dtype_of(spec.scales[0].format).itemsize > 1:
+            extreme = torch.where(top > -bottom, top, bottom)
+            return _stored(divided(extreme, spec.number_format.values[0]), spec.scales[0].format), None
         return _scale(torch.maximum(top, -bottom), spec), None
     if not spec.number_format.takes_zero_point:
         raise ValueError(f"{spec}: zero points need elements that are consecutive whole numbers")
@@ -378,7 +384,11 @@ def _scale(amax: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
         exponent = torch.frexp(amax).exponent - math.frexp(top)[1]
         scale = torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127))
         return torch.where(amax > 0, scale, 1.0) + 0 * amax  # NaN stays NaN
-    scale = divided(amax, top)
+    return _stored(divided(amax, top), format_)
+
+
+def _stored(scale: torch.Tensor, format_: str) -> torch.Tensor:
+    """Float32 ``scale`` as its format holds it; 1 where that is zero."""
     return _or_one(scale if format_ == "float32" else _rounded(scale, format_).float())
 
 

@@ -10,6 +10,8 @@ elements. It is the sum of
 * what lies outside the range of the elements: negative numbers of elements without a sign;
 * half a step more where there is a zero point, which is rounded, too.
 
+Signed whole numbers reach one further below zero. A scale that maps the largest magnitude there, negative where that
+number is positive, is as good an answer, as ggml's Q4_0 has it: numbers of the other sign are clipped by up to a step.
 Scales of the format e8m0 are powers of two. OCP's rule (Microscaling Formats 1.0, section 6.3) takes one at which the
 largest numbers are clipped; the next larger one is as good an answer. Axes: N rows (out), K columns (in).
 """
@@ -45,6 +47,10 @@ def rounding_bound(weight: torch.Tensor, spec: QuantSpec, groups: torch.Tensor |
         rounding = high * _half_gap(weight / high.clamp(min=_LEAST), weight / low, element)
         clipped = torch.maximum(weight - scale * top, scale * bottom - weight).clamp(min=0)
         limit = torch.maximum(limit, rounding * (2 if spec.zero_point else 1) + away * span + clipped)
+    if element.takes_zero_point and not spec.zero_point and -bottom > top > 0:
+        for scale, away in _scales(weight, spec, extent / -bottom, extent, groups):
+            clipped = (weight.abs() - scale * top).clamp(min=0)
+            limit = torch.maximum(limit, torch.maximum(scale / 2, clipped) + away * -bottom)
     return limit * (1 + 2**-10) + _LEAST
 
 
@@ -86,7 +92,9 @@ def _scales(
             floor = torch.where(extent > 0, torch.exp2(power), 0.0)
             return [(floor, least), (2 * floor, least)]
         lost += facts.eps / 2
-        if level + 1 < len(spec.scales) and facts.bits == 8:  # the next level leaves it few steps above zero
+        if len(spec.scales) == 1:
+            least = torch.full_like(scale, facts.smallest_normal * facts.eps / 2)  # half a step below normal numbers
+        elif level + 1 < len(spec.scales) and facts.bits == 8:  # the next level leaves it few steps above zero
             outer = _extent(weight, _blocks(spec.scales[level + 1], weight, groups), spec)
             least = facts.smallest_normal * facts.eps / 2 * outer / (_span(spec) * facts.max)
     return [(scale, lost * scale + least)]

@@ -38,6 +38,7 @@ _HEAD_BITS: dict[str, tuple[str, ...]] = {"lm_head": ("int8", *_SWITCH)}
 """Of methods of 4 bits. Errors of a head reach the logits as they are, so it has more bits than the rest; llama.cpp
 stores ``output.weight`` of Q4_K_M files as Q6_K (src/llama-quant.cpp)."""
 _INT8 = QuantSpec("int8", scales=_ROW)
+_INT4_GROUPS = (128, 64, 32)
 _TILE = (128, 128)
 """DeepSeek-V3 (arXiv:2412.19437, section 3.3.2): tiles of the weight, and as wide stretches of activations."""
 
@@ -125,12 +126,17 @@ class Int8Online(OnlineMethod):
 
 
 class Int4Online(OnlineMethod):
-    """4-bit integers, weights alone. Options: ``group_size`` (64), ``symmetric`` = false or true."""
+    """4-bit integers, weights alone. Options: ``group_size``, ``symmetric`` = true or false (with zero points).
 
-    known: ClassVar = {"group_size": (), "symmetric": _SWITCH, **OnlineMethod.known, **_HEAD_BITS}
+    The default is what GPTQModel and llm-compressor's W4A16 write: groups of 128 columns without zero points. Where 128
+    do not divide a matrix's columns, its groups are of 64, or of 32.
+    """
+
+    known: ClassVar = {"group_size": (), "symmetric": ("true", "false"), **OnlineMethod.known, **_HEAD_BITS}
 
     def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
-        size = self.options.number("group_size", 64)
+        by_default = next((size for size in _INT4_GROUPS if module.in_features % size == 0), _INT4_GROUPS[0])
+        size = self.options.number("group_size", by_default)
         if module.in_features % size or size % 2:
             raise ConfigError(
                 f"--quantization int4: groups of {size} do not divide the {module.in_features} columns of "
