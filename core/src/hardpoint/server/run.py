@@ -16,7 +16,7 @@ import uvicorn
 from hardpoint.config import EngineConfig
 from hardpoint.engine.async_engine import connect_own
 from hardpoint.engine.client import StartCore
-from hardpoint.engine.frontend.frontend import start_core
+from hardpoint.engine.frontend.frontend import serve_launched, start_core
 from hardpoint.engine.model_check import check_model
 from hardpoint.garbage_collection import keep_what_is_there
 from hardpoint.parsers import choose_parsers
@@ -54,6 +54,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> None:
     config = _with_restarts(config)
     choose_parsers(config)  # a misspelt name is said before the model is loaded for nothing
     check_model(config)
+    serve_launched(config)
     with listening(settings) as listener:
         serve_at(listener, config, settings)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -241,6 +243,18 @@ def connect_shared(
         core.close()
         raise
     return frontend, core
+
+
+def serve_launched(config: EngineConfig) -> None:
+    """The first step of a server that torchrun may have started. In the process of another rank than a replica's first
+    it serves as that rank, and does not return; in the first's it sees to it that SIGTERM comes, once the launcher is
+    gone that would have sent it."""
+    if config.executor_kind == "torchrun":
+        if config.topology.of_launched(os.environ).rank:
+            serve_other_ranks(config)
+        from hardpoint.engine.execution.ranks.launch import when_orphaned
+
+        when_orphaned(partial(os.kill, os.getpid(), signal.SIGTERM))
 
 
 def serve_other_ranks(config: EngineConfig) -> EngineConfig:

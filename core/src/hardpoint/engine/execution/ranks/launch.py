@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -130,16 +130,15 @@ def _was_gathered(store: Store, name: str, place: Coordinates, until: float) -> 
     return False
 
 
-def end_as_orphan(rank: int) -> None:
-    """End this process, which serves as ``rank`` and does nothing else, once its launcher is gone: in another thread,
-    whatever it waits for."""
+def when_orphaned(end: Callable[[], object]) -> None:
+    """Call ``end``, in another thread, once this process's launcher is gone: whatever this one waits for then."""
 
     def watch() -> None:
         while os.getppid() == LAUNCHER:
             time.sleep(1.0)
         time.sleep(_ORPHAN_SECONDS)
-        logger.error("rank %d ends: %s", rank, launcher_gone())
-        os._exit(1)
+        logger.error("this process ends: %s", launcher_gone())
+        end()
 
     threading.Thread(target=watch, name="hardpoint-launcher-watch", daemon=True).start()
 

@@ -8,15 +8,17 @@ replicas share experts, all this holds for each replica.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import threading
+from functools import partial
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine.execution.ranks.launch import Launch, built_no_engine, end_as_orphan, launcher_gone
+from hardpoint.engine.execution.ranks.launch import Launch, built_no_engine, launcher_gone, when_orphaned
 from hardpoint.engine.execution.ranks.rank_process import Rank, RankFailed, RankSpec, end_with_parent
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.execution.ranks.sockets import set_up, shut
@@ -38,7 +40,7 @@ def serve_unless_first(config: EngineConfig) -> EngineConfig:
     closed, then raise SystemExit: with 1 where the engine was lost, so that torchrun starts all again if it is to."""
     launch = Launch.read(config)
     if launch.place.rank:
-        end_as_orphan(launch.place.rank)
+        when_orphaned(partial(os._exit, 1))
     config = config.meeting_in(launch.join_attempt(float(config.core_start_timeout)))
     if config.topology.shares_experts:
         config = config.of_launched(launch.place.topology.replica)
