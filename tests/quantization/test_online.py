@@ -44,8 +44,8 @@ def int4(group: int, symmetric: bool) -> Rounding:
             numbers: torch.Tensor = (groups / scale).round().clamp(max=7) * scale
             return numbers.flatten(1)
         of = torch.arange(weight.shape[1]) // group
-        numbers = integers(weight, group, 4, False, torch.float32, of)[-1]
-        return numbers
+        found: torch.Tensor = integers(weight, group, 4, False, torch.float32, of)[-1]
+        return found
 
     return rounded
 
