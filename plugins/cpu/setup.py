@@ -30,7 +30,17 @@ KERNELS = sorted(SOURCES.glob("kernels/*.cpp"))
 FLAGS = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 
 
-_LONGEST = ("linear_blocks", "attention_decode", "latent", "attention_prefill", "linear_float4", "linear_int4")
+_LONGEST = (
+    "attention_decode",
+    "linear_six_bit_blocks",
+    "linear_nibble_blocks",
+    "attention_prefill",
+    "linear_byte_blocks",
+    "linear_float4",
+    "linear_int4",
+    "linear",
+    "latent",
+)
 """The families that take longest to compile: more than two seconds each (docs/measurements/host.md)."""
 
 
@@ -210,8 +220,13 @@ def _is_outdated(built: Path) -> bool:
 
 
 def _sanitizer() -> list[str]:
+    """Flags of a build for a sanitizer, which names lines in its reports.
+
+    Following variables (more than ``-g1``) and pointers through kernels that are one long function, full of checks,
+    takes most of the compiler's time.
+    """
     wanted = os.environ.get("HARDPOINT_CPU_SANITIZE")
-    return [f"-fsanitize={wanted}", "-fno-omit-frame-pointer", "-g", "-O1"] if wanted else []
+    return [f"-fsanitize={wanted}", "-fno-omit-frame-pointer", "-g1", "-O1", "-fno-tree-pta"] if wanted else []
 
 
 setup(

@@ -37,6 +37,9 @@ inline void with_float(std::int64_t code, Visit visit) {
     if (code == kBfloat16) visit(Type<bfloat16>{});
 }
 
+// Bytes of a floating-point element.
+constexpr std::int64_t float_size(std::int64_t code) { return code == kFloat32 ? 4 : 2; }
+
 // visit(Type<T>{}) for the cache element of that code, unless it is kNvfp4: see cache_groups.h.
 template <typename Visit>
 inline void with_element(std::int64_t code, Visit visit) {

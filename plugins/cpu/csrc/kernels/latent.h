@@ -268,8 +268,7 @@ class LatentPiece : public LatentRows {
     // Over the positions from begin to end, or places in a list, which is behind the newest query at most.
     void run(std::int64_t begin, std::int64_t end) {
         const std::int64_t latent_bytes = a_.latent_size * sizeof(Element);
-        std::int64_t rope_bytes;
-        with_rope([&](auto type) { rope_bytes = a_.rope_size * sizeof(typename decltype(type)::type); });
+        const std::int64_t rope_bytes = a_.rope_size * (kIsScaled<Element> ? float_size(a_.dtype) : sizeof(Element));
         find_keys(begin, end);
         for (; begin < end; begin += kDecodeKeys) {
             const auto count = std::min<std::int64_t>(kDecodeKeys, end - begin);
