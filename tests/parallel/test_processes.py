@@ -151,6 +151,17 @@ def test_a_rank_that_hangs(llm: LLM) -> None:
         llm.generate([[1]])
 
 
+def test_a_rank_that_hangs_while_nobody_asks(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """An idle engine captures graphs; that takes no longer than a step may."""
+    with small_llm(checkpoint[0], tensor_parallel_size=2, step_timeout=1) as llm:
+        ranks = pids(llm)
+        os.kill(ranks[1], signal.SIGSTOP)
+        said = r"CaptureNext did not end within 1 seconds \(--step-timeout\).* rank 1 \(\d+\) does not react"
+        with pytest.raises(EngineDeadError, match=said):
+            llm.core.use_idle_time()
+        assert all(map(is_gone, ranks))
+
+
 @NIGHTLY
 def test_a_rank_that_hangs_while_it_loads(checkpoint: tuple[Path, PreTrainedModel]) -> None:
     """The ranks that are not ready are named within --core-start-timeout, and all are ended."""

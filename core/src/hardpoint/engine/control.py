@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar, cast, get_args
 
 from hardpoint.checkpoint.source import resolve_adapter
 from hardpoint.engine.lora import Adapter
@@ -51,6 +51,9 @@ class Verb(Generic[R_co]):
     ``engine/core_verbs.py``, and where ranks take part one in ``engine/execution/rank_verbs.py``. It then works for a
     core in this process, in a process of its own, and over ranks, as in ``llm.control(ResetPrefixCache())``.
     """
+
+    takes_a_step: ClassVar[bool] = False
+    """Whether ranks do it within the time of a step, ``step_timeout``; any other as long as loading may take."""
 
     def prepared(self) -> Self:
         """The verb once done for it is what takes no core: in the caller's thread, while the core takes its steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import singledispatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -74,6 +74,7 @@ class EmptySlot(Verb[None]):
 class CaptureNext(Verb[int]):
     """Capture a graph that the start left out, if ``least_missed`` steps missed it. Returns how many are left."""
 
+    takes_a_step: ClassVar[bool] = True
     least_missed: int = 0
 
 

@@ -173,16 +173,18 @@ class RanksExecutor:
         """These ranks share nothing with other replicas."""
 
     def control(self, verb: Verb[R]) -> list[R]:
-        """See Executor. Waits for as long as loading may take: no verb takes longer."""
+        """See Executor. Waits for as long as the verb may take."""
         self.check()
         expected = [(rank, *rank.answers.expect()) for rank in self._ranks]
         for rank, number, _ in expected:
             rank.send(pickle.dumps(Call(number, verb)))
-        patience = float(self.config.core_start_timeout)
+        option = "step_timeout" if verb.takes_a_step else "core_start_timeout"
+        patience = float(getattr(self.config, option))
         try:
             return [cast(R, future.result(patience)) for _, _, future in expected]
         except FutureTimeoutError:
-            what = f"{type(verb).__name__} did not end within {patience:g} seconds (--core-start-timeout)"
+            flag = f"--{option.replace('_', '-')}"
+            what = f"{type(verb).__name__} did not end within {patience:g} seconds ({flag})"
             raise self.give_up_hung(what) from None
 
     def check(self) -> None:
