@@ -84,11 +84,12 @@ def test_multiplies_as_its_spec_says(level: str, name: str, dtype: torch.dtype) 
             assert (got - wanted - more).abs().max() <= limit, rows
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0"])
-def test_a_row_has_the_same_bits_whoever_is_with_it(level: str, name: str) -> None:
-    kernel = _kernel(name, 40, 512, torch.bfloat16, Feature.BATCH_INVARIANT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Q2_K", "Q4_K", "Q6_K", "Q8_0"])
+def test_a_row_has_the_same_bits_whoever_is_with_it(level: str, name: str, dtype: torch.dtype) -> None:
+    kernel = _kernel(name, 40, 512, dtype, Feature.BATCH_INVARIANT)
     weights = kernel.prepack(_slots(name, 40, 512))
-    x = torch.randn(70, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(70, 512, generator=torch.Generator().manual_seed(1)).to(dtype)
     whole = kernel.apply(LinearCall(x, weights))
     for rows in (slice(0, 1), slice(60, 63), slice(7, 20)):
         assert torch.equal(kernel.apply(LinearCall(x[rows], weights)), whole[rows])

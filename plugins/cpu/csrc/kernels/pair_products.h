@@ -169,6 +169,8 @@ struct PairTile {
                     sums[i / rows][i % rows] += load(offsets + i / rows * kLanes) * x.sums[i % rows];
                 });
             }
+        } else if constexpr (Manner::two_levels && rows == 1) {
+            if (of_panel.outer_minima) add_minima(sums, x);
         }
         const auto next = [&] {
             codes.next();
@@ -182,12 +184,9 @@ struct PairTile {
         Ints totals[parts][rows];
         if constexpr (Manner::two_levels) {
             const std::uint8_t* inner = of_panel.inner + first * kLanes;
-            const std::uint8_t* minima = of_panel.inner_minima + first * kLanes;
-            const bool with_minima = rows == 1 && of_panel.outer_minima && !scales.offsets;
             for (std::int64_t b = 0; b < scales.blocks; ++b) {
-                Floats scaled[parts][rows], least[parts];
+                Floats scaled[parts][rows];
                 unrolled<count>([&](auto i) __attribute__((always_inline)) { scaled[i / rows][i % rows] = Floats{}; });
-                unrolled<parts>([&](auto j) __attribute__((always_inline)) { least[j] = Floats{}; });
                 for (std::int64_t unit = 0; unit < scales.units; ++unit) {
                     multiply_columns(totals, codes, x, [&](auto s, auto j) __attribute__((always_inline)) {
                         constexpr int g = s * span / group;
@@ -198,25 +197,11 @@ struct PairTile {
                         constexpr int j = i / rows, r = i % rows;
                         scaled[j][r] += __builtin_convertvector(totals[j][r], Floats) * x.scales[r];
                     });
-                    if (with_minima) {
-                        unrolled<kBlockGroup / group * parts>([&](auto i) __attribute__((always_inline)) {
-                            constexpr int g = i / parts, j = i % parts;
-                            const auto few = load_raw<Bytes>(minima + g * kPanelRows + j * kLanes);
-                            least[j] += __builtin_convertvector(bits_as<Ints>(widen(few)), Floats) * x.sums[g];
-                        });
-                        minima += kBlockGroup / group * kPanelRows;
-                        x.sums += kBlockGroup / group;
-                    }
                     next();
                 }
                 unrolled<count>([&](auto i) __attribute__((always_inline)) {
                     sums[i / rows][i % rows] += outer(b, i / rows) * scaled[i / rows][i % rows];
                 });
-                if (with_minima) {
-                    unrolled<parts>([&](auto j) __attribute__((always_inline)) {
-                        sums[j][0] += load(of_panel.outer_minima + b * kPanelRows + (first + j) * kLanes) * least[j];
-                    });
-                }
             }
         } else {
             const Shorts16 ones = Shorts16{} + 1;
@@ -235,6 +220,25 @@ struct PairTile {
     }
 
   private:
+    // What offsets add, as they would be written, by the same operations.
+    [[gnu::always_inline]] void add_minima(Floats (&sums)[parts][rows], const CodeTile& x) const {
+        const std::uint8_t* minima = scales.of_panel.inner_minima + first * kLanes;
+        const float* of_group = x.sums;
+        for (std::int64_t b = 0; b < scales.blocks; ++b) {
+            Floats outer[parts];
+            unrolled<parts>([&](auto j) __attribute__((always_inline)) {
+                outer[j] = load(scales.of_panel.outer_minima + b * kPanelRows + (first + j) * kLanes);
+            });
+            for (std::int64_t g = 0; g < scales.units * (kBlockGroup / group); ++g, minima += kPanelRows, ++of_group) {
+                unrolled<parts>([&](auto j) __attribute__((always_inline)) {
+                    const auto few = load_raw<Bytes>(minima + j * kLanes);
+                    const Floats offset = outer[j] * __builtin_convertvector(bits_as<Ints>(widen(few)), Floats);
+                    sums[j][0] += offset * *of_group;
+                });
+            }
+        }
+    }
+
     // totals = 32 columns, each span times what `times` gives for it.
     template <typename Codes, typename Times>
     [[gnu::always_inline]] static void multiply_columns(
