@@ -19,6 +19,11 @@ LISTENS = (
     'Thread 0x3 (most recent call first):\n  File "/lib/selectors.py", line 415 in select\n'
     '  File "/site/hardpoint/engine/execution/ranks/rank_process.py", line 179 in listen\n\n'
 )
+COLLECTS = (
+    "Thread 0x4 (most recent call first):\n"
+    '  File "/site/hardpoint/engine/execution/ranks/rank_process.py", line 227 in _collect\n\n'
+)
+AWAITS = "Thread 0x1 (most recent call first):\n" + RANK
 IDLE = 'Current thread 0x1 (most recent call first):\n  File "/lib/threading.py", line 331 in wait\n'
 
 
@@ -28,10 +33,12 @@ IDLE = 'Current thread 0x1 (most recent call first):\n  File "/lib/threading.py"
         (WAITS, "waits in all_reduce, called in forward (hardpoint/layers/linear.py:88)"),
         (COMPUTES, "is in apply (kernel.py:3)"),
         (LISTENS + COMPUTES, "is in apply (kernel.py:3)"),
+        (COLLECTS + COMPUTES, "is in apply (kernel.py:3)"),
+        (COLLECTS + AWAITS, "is in no step"),
         (IDLE, "is in no step"),
         ("", "does not react"),
     ],
-    ids=["waits", "computes", "computes beside a listener", "idle", "stopped"],
+    ids=["waits", "computes", "computes beside a listener", "computes beside a collector", "awaits", "idle", "stopped"],
 )
 def test_it_is_told(stack: str, said: str) -> None:
     assert describe(stack) == said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)$', re.MULTILINE)
 _GROUPS = "hardpoint/parallel/groups.py"
@@ -34,14 +34,15 @@ def describe(stack: str) -> str:
             if frame["file"].endswith(_GROUPS) and frame["function"] in _COLLECTIVES:
                 caller = next((each for each in frames[number:] if not each["file"].endswith(_GROUPS)), frame)
                 return f"waits in {frame['function']}, called in {_place(caller)}"
-    working = [frames for frames in threads if _serves(frames)]
+    working = [frames for frames in threads if _works(frames)]
     return f"is in {_place(working[0][0])}" if working else "is in no step"
 
 
-def _serves(frames: Iterable[dict[str, str]]) -> bool:
-    """Whether these are of the thread that loads and runs steps; another one listens."""
+def _works(frames: Sequence[dict[str, str]]) -> bool:
+    """Whether these are of a thread that loads, runs steps or waits for their results. It is idle in the rank's own
+    loops, where it waits for commands or steps; another thread listens."""
     functions = {frame["function"] for frame in frames if frame["file"].endswith(_RANK)}
-    return bool(functions) and "listen" not in functions
+    return bool(functions) and "listen" not in functions and not frames[0]["file"].endswith(_RANK)
 
 
 def _place(frame: dict[str, str]) -> str:
