@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import subprocess
 import threading
 import time
@@ -41,4 +42,21 @@ def test_it_ends_with_the_connection() -> None:
     ours.send("stop")
     ours.close()
     assert listen(theirs, os.getppid(), taken.append) is False
+    assert taken == ["stop"]
+
+
+def test_it_listens_in_a_process_with_many_files_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ours, theirs = multiprocessing.Pipe()
+    taken: list[object] = []
+    ours.send("stop")
+    ours.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held = [os.dup(theirs.fileno()) for _ in range(1100)]
+    try:
+        assert listen(theirs, os.getppid(), taken.append) is False
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert taken == ["stop"]

@@ -187,7 +187,9 @@ def _watched(process: int) -> Iterator[Callable[[], bool]]:
     except (AttributeError, OSError):  # it is gone, or the system has none of these
         yield is_unknown
         return
+    ended = select.poll()  # select() takes no descriptor above 1023, and a script may have many files open
+    ended.register(descriptor, select.POLLIN)
     try:
-        yield lambda: bool(select.select([descriptor], [], [], 0)[0])
+        yield lambda: bool(ended.poll(0))
     finally:
         os.close(descriptor)
