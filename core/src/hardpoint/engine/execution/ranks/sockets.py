@@ -7,13 +7,16 @@ import socket
 from multiprocessing.connection import Connection
 
 _OPTIONS = {
-    socket.TCP_NODELAY: 1,
-    socket.TCP_KEEPIDLE: 30,
-    socket.TCP_KEEPINTVL: 10,
-    socket.TCP_KEEPCNT: 3,
-    socket.TCP_USER_TIMEOUT: 60_000,
+    "TCP_NODELAY": 1,
+    "TCP_KEEPIDLE": 30,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 60_000,
 }
-"""A host that answers nothing for 60 seconds is gone, whether or not there is something to send."""
+"""A host that answers nothing for 60 seconds is gone, whether or not there is something to send.
+
+By name, since some systems lack some: macOS has no TCP_USER_TIMEOUT.
+"""
 
 
 def shut(connection: Connection, how: int = socket.SHUT_RDWR) -> None:
@@ -34,7 +37,8 @@ def set_up(connection: Connection) -> Connection:
     """
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         if same.family != socket.AF_UNIX:
-            for option, value in _OPTIONS.items():
-                same.setsockopt(socket.IPPROTO_TCP, option, value)
+            for name, value in _OPTIONS.items():
+                if (option := getattr(socket, name, None)) is not None:
+                    same.setsockopt(socket.IPPROTO_TCP, option, value)
             same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return connection
