@@ -30,7 +30,7 @@ struct ExpertsLinearBlocks {
         const BlockScales scales{inner, outer, inner_minima, outer_minima, k, group, outer_columns, zero, is_signed};
         const BlockInput<T> x{x_codes, x_scales, x_sums, x_starts, x_numbers, routed.places()};
         const std::int64_t panels = num_panels(n), size = panels * code_panel_size<largest>(k);
-        routed.for_each_block(chunk, n, kCodePanels<largest>, [&](std::int64_t expert, const Block& block) {
+        routed.for_each_block<kCodeBlock<largest>>(chunk, n, kCodePanels<largest>, [&](std::int64_t expert, const Block& block) {
             const CodeWeight<largest> weight{codes + expert * size, scales.behind(expert, panels)};
             weight.multiply(block, x, out.of(expert, n));
         });

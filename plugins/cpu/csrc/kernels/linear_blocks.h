@@ -272,7 +272,7 @@ struct LinearBlocks {
     std::int64_t chunks() const { return Cut(m, n, kCodePanels<largest>).chunks(); }
     void run(std::int64_t chunk) const {
         const BlockScales scales{inner, outer, inner_minima, outer_minima, k, group, outer_columns, zero, is_signed};
-        for_each_block(Cut(m, n, kCodePanels<largest>), chunk, [&](const Block& block) {
+        for_each_block<kCodeBlock<largest>>(Cut(m, n, kCodePanels<largest>), chunk, [&](const Block& block) {
             const BlockInput<T> x{x_codes, x_scales, x_sums, x_starts, x_numbers, {}};
             CodeWeight<largest>{codes, scales}.multiply(block, x, Output::of(out, bias, n));
         });

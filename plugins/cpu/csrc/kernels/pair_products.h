@@ -31,6 +31,7 @@ inline Ints add_pairs(Shorts16 v, Shorts16 times) {
 inline Words magnitudes(Words v) { return bits_as<Words>(_mm256_abs_epi8(bits_as<__m256i>(v))); }
 
 constexpr int kWidth = 8;
+constexpr int kPairPanels = 4 * kTilePanels;  // of a block, at most: for each block rows of x are laid beside each other
 
 // Taken off codes of six bits that have no zero of their own.
 constexpr std::int64_t kSixBitCenter = 32;
@@ -215,7 +216,7 @@ struct PairTile {
             }
         }
         unrolled<count>([&](auto i) __attribute__((always_inline)) {
-            results[i % rows * kTilePanels].v[first + i / rows] = sums[i / rows][i % rows];
+            results[i % rows * kPairPanels].v[first + i / rows] = sums[i / rows][i % rows];
         });
     }
 
@@ -396,7 +397,7 @@ struct PairWeight {
         float* offsets = written ? &scratch<Offset>(k / Manner::group * kPanelRows)->factor : nullptr;
         PairScales of_panel{{}, offsets, k, k / scales.outer_columns, scales.outer_columns / kBlockGroup};
         const std::int64_t first_column = block.first_panel * kPanelRows;
-        alignas(64) Sums results[kCodeRows][kTilePanels];  // of all panels where there is one tile of rows, else of one
+        alignas(64) Sums results[kCodeRows][kPairPanels];  // of all panels where there is one tile of rows, else of one
         for (std::int64_t p = 0; p < block.panels; ++p) {
             const std::int64_t panel = block.first_panel + p;
             const PackedCodes<largest> packed{codes + panel * code_panel_size<largest>(k)};
@@ -430,10 +431,10 @@ struct PairWeight {
                     });
                 }
                 if (count == 1) continue;
-                out.write(block.first_row + first, rows, first_column + p * kPanelRows, 1, sums, kTilePanels);
+                out.write(block.first_row + first, rows, first_column + p * kPanelRows, 1, sums, kPairPanels);
             }
         }
-        if (count == 1) out.write(block.first_row, block.rows, first_column, block.panels, results[0], kTilePanels);
+        if (count == 1) out.write(block.first_row, block.rows, first_column, block.panels, results[0], kPairPanels);
     }
 };
 #else
@@ -441,5 +442,9 @@ constexpr bool kPairProducts = false;
 template <int largest>
 struct PairWeight;
 #endif
+
+// Panels that a block of x meets: all of a chunk where what is made of x for a block takes long.
+template <int largest>
+constexpr std::int64_t kCodeBlock = kPairProducts ? kCodePanels<largest> : kTilePanels;
 
 }  // namespace hardpoint::HARDPOINT_LEVEL
