@@ -124,6 +124,15 @@ def test_input_that_is_not_there_yet(site: Site, kernel: type[BegunEarly], monke
     assert found == (set() if kernel.waits else {"too-early"})
 
 
+def test_chains_of_packed_elements_have_whole_bytes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight whose outputs are odd has no partner of the same format: a row would end in the middle of a byte."""
+    monkeypatch.setattr(EmulatedLinear, "overlapped", True)
+    claims = [{"dtype": ["float32"]}, {"spec": ["int4@float32:row/*"]}]
+    trials = LinearTrials().trials(subject(site, EmulatedLinear, "linear", name="emulated", requires=claims), Plan())
+    findings = [check.run() for trial in trials for check in trial.checks if check.name == "chain"]
+    assert {finding.outcome for finding in findings} == {"passed", "unsupported"}
+
+
 def tried(site: Site, kernel: type[LinearKernel], specs: list[str], every: int = 1) -> Caught | None:
     claims = [{"dtype": ["float32"]}, {"spec": specs}]
     return first_failure(subject(site, kernel, "linear", name="torch", requires=claims), LinearTrials(), every=every)

@@ -22,6 +22,7 @@ from hardpoint.conformance.site import NotPresentError, Site, Subject
 from hardpoint.conformance.trials import Outcome, Result, Trial
 from hardpoint.plugin_host import Offer, PluginSet, discover
 from hardpoint_plugin_api import DeviceInfo, HardpointError, PlatformWorkload
+from hardpoint_plugin_api.requirements import SymbolRequirement
 
 
 class Bench:
@@ -56,6 +57,9 @@ class Bench:
         generator = generator_for(plugins, self.offer)
         if generator is None:
             return self._whole("claim", "unsupported", why_not_tried(contribution)), {}
+        symbols = [need for need in contribution.requires if isinstance(need, SymbolRequirement)]
+        if missing := next(filter(None, (symbol.locate() for symbol in symbols)), None):
+            return self._whole("claim", "unsupported", str(missing)), {}
         trials = list(generator.trials(Subject.load(self.offer, site), self.plan))
         by_case = {trial.case: trial for trial in trials}
         assert len(by_case) == len(trials), f"two trials of {contribution} are of one case"

@@ -241,6 +241,8 @@ class LinearProbe:
         back = LinearProbe(self.subject, self._row, self._pairs, turned=True)
         if reason := self.subject.refuses(back.workload):
             return reason
+        if (columns := cast(int, back.workload.in_features)) % (unit := self.pair[0].per_byte):
+            return Reason("widths", f"a weight of {columns} columns would end within a unit of {unit} elements")
         return [self.product, back.product]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
