@@ -231,7 +231,7 @@ def test_both_forms_are_read_as_they_were_written(form: Callable[[Certificate], 
     assert read.to_json() == written.to_json()
     assert read.proves(*VALUES.contribution)
     data = json.loads((tmp_path / "c.json").read_text())
-    assert data["kit_version"] == KIT_VERSION == 10
+    assert data["kit_version"] == KIT_VERSION == 11
     assert data["proofs"][0]["verdict"] == "proved"
     assert ("results" in data) != ("checks" in data)
 

@@ -119,6 +119,20 @@ def test_every_spec_can_be_quantized_to(element: Element, levels: str) -> None:
             assert ((dequantize(coarse, spec, torch.float64) - weight).abs() > limit).any(), spec
 
 
+@pytest.mark.parametrize("element", ["int4", "int8"])
+@pytest.mark.parametrize("lowest", [True, False], ids=["to the lowest", "without the lowest"])
+def test_the_largest_number_may_not_be_clipped(element: str, lowest: bool) -> None:
+    """A scale by which the largest magnitude is the lowest element is negative where that number is positive."""
+    spec = QuantSpec(element, scales=(Scale("float32", (1, 32)),))
+    most = -int(spec.number_format.values[0])
+    groups = WEIGHT.double().unflatten(1, (-1, 32))
+    scale = groups.abs().amax(-1, keepdim=True) / most
+    codes = (groups / scale).round().clamp(-most if lowest else 1 - most, most - 1)
+    limit = rounding_bound(WEIGHT.double(), spec)
+    assert limit is not None
+    assert (((codes * scale).flatten(1) - WEIGHT).abs() > limit).any()
+
+
 @pytest.mark.parametrize(
     ("element", "levels", "step"),
     [

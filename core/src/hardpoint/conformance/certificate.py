@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hardpoint.plugin_host.record import PluginRecord
 
 SCHEMA = 1
-KIT_VERSION = 10
+KIT_VERSION = 11
 """Raised when a check comes to ask for more than before, or a rule to refuse results that it took: a certificate by a
 stricter rule holds by a wider one."""
 

@@ -48,8 +48,10 @@ def rounding_bound(weight: torch.Tensor, spec: QuantSpec, groups: torch.Tensor |
         clipped = torch.maximum(weight - scale * top, scale * bottom - weight).clamp(min=0)
         limit = torch.maximum(limit, rounding * (2 if spec.zero_point else 1) + away * span + clipped)
     if element.takes_zero_point and not spec.zero_point and -bottom > top > 0:
+        above, below = _most(weight, blocks), _most(-weight, blocks)
+        other = torch.where(weight > 0, below >= above, above >= below)
         for scale, away in _scales(weight, spec, extent / -bottom, extent, groups):
-            clipped = (weight.abs() - scale * top).clamp(min=0)
+            clipped = torch.where(other, weight.abs() - scale * top, 0.0).clamp(min=0)
             limit = torch.maximum(limit, torch.maximum(scale / 2, clipped) + away * -bottom)
     return limit * (1 + 2**-10) + _LEAST
 
@@ -70,14 +72,15 @@ def _blocks(scale: Scale, weight: torch.Tensor, groups: torch.Tensor | None) -> 
     return down[:, None] * (int(across.max()) + 1) + across
 
 
+def _most(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """The largest [N, K] of each element's block, or zero where that is less."""
+    return x.new_zeros(int(blocks.max()) + 1).scatter_reduce(0, blocks.flatten(), x.flatten(), "amax")[blocks]
+
+
 def _extent(weight: torch.Tensor, blocks: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """The largest magnitude [N, K] of each element's block; with a zero point, its range with zero in it."""
-    count, flat = int(blocks.max()) + 1, blocks.flatten()
-
-    def most(x: torch.Tensor) -> torch.Tensor:
-        return x.new_zeros(count).scatter_reduce(0, flat, x.flatten(), "amax")[blocks]
-
-    return most(weight) + most(-weight) if spec.zero_point else most(weight.abs())
+    above, below = _most(weight, blocks), _most(-weight, blocks)
+    return above + below if spec.zero_point else torch.maximum(above, below)
 
 
 def _scales(
