@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from hardpoint.config import EngineConfig
+from hardpoint.engine.explain import explain
+from hardpoint.selection.table import SelectionTable
 from tests.quantization.writers import by_blocks, fp8_inputs, int8_inputs, integers, nearest, powers
 from tests.quantization.writing import round_weights
 from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint
@@ -124,6 +128,29 @@ def test_logits_are_those_of_the_rounded_numbers(
     else:  # an activation at the border of two elements may be rounded to either, and the tokens behind it read it
         assert (got - expected)[:8].abs().median() < 2e-4
         assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.995
+
+
+def int4_groups(table: SelectionTable, family: str) -> set[str]:
+    """The specs of a family's 4-bit weights."""
+    workloads = [row.workload for row in table.rows if row.family == family]
+    return {spec for text in workloads for spec in re.findall(r"int4@bfloat16:\d+x\d+", text)}
+
+
+def test_groups_of_int4_divide_what_a_rank_has(tmp_path: Path) -> None:
+    """No kernel takes a group that two ranks share; matrices whose rows are divided keep the larger groups."""
+    write_checkpoint(tmp_path, "qwen3", hidden_size=256, head_dim=32, intermediate_size=384)
+    settings: dict[str, Any] = {"model": str(tmp_path), "platform": "cpu", "dtype": "bfloat16", "quantization": "int4"}
+    alone = explain(EngineConfig.create(**settings))
+    divided = explain(EngineConfig.create(**settings, tensor_parallel_size=2))
+    assert int4_groups(alone, "linear") == {"int4@bfloat16:1x128"}
+    assert int4_groups(divided, "linear") == {"int4@bfloat16:1x128", "int4@bfloat16:1x64"}
+
+
+def test_experts_have_groups_of_one_size(tmp_path: Path) -> None:
+    """Both matrices of a mixture, also where 128 divides the columns of one alone: kernels ask for that."""
+    write_checkpoint(tmp_path, "qwen3_moe", hidden_size=256, head_dim=32, moe_intermediate_size=192)
+    settings: dict[str, Any] = {"model": str(tmp_path), "platform": "cpu", "dtype": "bfloat16", "quantization": "int4"}
+    assert int4_groups(explain(EngineConfig.create(**settings)), "experts") == {"int4@bfloat16:1x64"}
 
 
 @pytest.mark.parametrize("kernel", ["emulated", "dequantized"])

@@ -99,7 +99,8 @@ class Module:
     ``kind``: ``linear`` (expert matrices included), ``lm_head`` for an output head that is not tied to the embedding,
     or ``router`` for the router of a mixture of experts and the gate of a shared expert. ``expert``: the number of the
     routed expert that the matrix belongs to, else None. All experts of a layer must have one scheme. ``stack``: set
-    where the matrix stands for all experts, see ``QuantizationMethod.reads_stacks``.
+    where the matrix stands for all experts, see ``QuantizationMethod.reads_stacks``. ``own_in_features``: how many
+    columns each rank has; None where that is not known.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Module:
     kind: Literal["linear", "lm_head", "router"] = "linear"
     expert: int | None = None
     stack: ExpertStack | None = None
+    own_in_features: int | None = None
 
 
 @dataclass(frozen=True)

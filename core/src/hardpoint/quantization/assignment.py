@@ -259,7 +259,8 @@ class Quantization:
             interleaved="interleaved" in orders,
             transposed="transposed" in orders,
         )
-        module = Module(name, len(args.parts) * rows.pop(), args.in_features, stack=stack)
+        rows_of_all, own = len(args.parts) * rows.pop(), args.own_in_features
+        module = Module(name, rows_of_all, args.in_features, stack=stack, own_in_features=own)
         scheme = self._asked(key, module, dtype)
         self._shards[key] = (args.row_shards or (None,))[0], args.column_shard
         self._stacks[key[0]] = experts
@@ -280,13 +281,14 @@ class Quantization:
             return Scheme.plain(dtype)
         name, turn = self._modules[known], self._turns.get(known)
         if turn is not None:
-            return self._of_turn(key, Module(name, turn.total, args.in_features), turn, dtype)
+            module = Module(name, turn.total, args.in_features, own_in_features=args.own_in_features)
+            return self._of_turn(key, module, turn, dtype)
         if args.kind == "embedding":
             with blame(self.method.offer):
                 self.method.reader.leave_tied_head()
             module = Module(name, rows, args.in_features)
             return self._asked(key, module, dtype, lambda reader: reader.embedding(module, tied=True))
-        module = Module(name, rows, args.in_features, args.kind, expert)
+        module = Module(name, rows, args.in_features, args.kind, expert, own_in_features=args.own_in_features)
         return self._asked(key, module, dtype, None if ask is None else lambda reader: ask(reader, module))
 
     def _known(self, key: tuple[str, str | None]) -> tuple[str, str | None] | None:

@@ -129,14 +129,14 @@ class Int4Online(OnlineMethod):
     """4-bit integers, weights alone. Options: ``group_size``, ``symmetric`` = true or false (with zero points).
 
     The default is what GPTQModel and llm-compressor's W4A16 write: groups of 128 columns without zero points. Where 128
-    do not divide a matrix's columns, its groups are of 64, or of 32.
+    do not divide a matrix's columns, or those that a rank has of them, its groups are of 64, or of 32. Experts have
+    groups of 64 wherever these divide, since kernels take one size for all matrices of a mixture.
     """
 
     known: ClassVar = {"group_size": (), "symmetric": ("true", "false"), **OnlineMethod.known, **_HEAD_BITS}
 
     def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
-        by_default = next((size for size in _INT4_GROUPS if module.in_features % size == 0), _INT4_GROUPS[0])
-        size = self.options.number("group_size", by_default)
+        size = self.options.number("group_size", _int4_group(module))
         if module.in_features % size or size % 2:
             raise ConfigError(
                 f"--quantization int4: groups of {size} do not divide the {module.in_features} columns of "
@@ -145,6 +145,14 @@ class Int4Online(OnlineMethod):
         symmetric = self.options.text("symmetric") == "true"
         scales = (Scale(self.request.dtype, (1, size)),)
         return QuantSpec("int4" if symmetric else "uint4", scales=scales, zero_point=not symmetric), self.plain
+
+
+def _int4_group(module: Module) -> int:
+    """The columns of a group where none are asked for; see Int4Online."""
+    is_expert = module.expert is not None or module.stack is not None
+    sizes = _INT4_GROUPS[1:] if is_expert else _INT4_GROUPS
+    widths = (None if is_expert else module.own_in_features, module.in_features)
+    return next((size for width in widths if width for size in sizes if width % size == 0), sizes[0])
 
 
 class BlockFloatOnline(OnlineMethod):
