@@ -63,6 +63,7 @@ _MOST_SCORES, _JUDGED_HEADS = 1 << 20, 16
 """Of a step with more scores than this, over all heads, so many heads are judged: a prompt of 300 tokens with 128 heads
 takes the reference half a minute for each draw. A fault of one head alone is seen there by some seeds, in smaller steps
 by all."""
+_EVEN = 16
 _TOP_K = (0, 7, 64)
 """Positions of a list; 0: there are no lists. Contexts are shorter and longer than both, and as long as either."""
 _VALUES = ("normal", "peaked", "flat", "large", "low", "nan")
@@ -230,9 +231,14 @@ class LatentProbe(AttentionProbe):
         return _latent(self.spec).workload()
 
     def __init__(self, subject: Subject, situation: Situation, seed: int) -> None:
-        """See AttentionProbe. Where scores are many, few heads are judged, from one on that the seed draws."""
+        """See AttentionProbe. Where scores are many, few heads are judged, from one on that the seed draws.
+
+        Lists are in memory that the adapter takes. Queries are parts of one tensor, which a kernel may copy where its
+        rows begin at no multiple of 16 elements; those of an engine's layers do.
+        """
         super().__init__(subject, situation, seed)
         heads = self.spec.num_heads
+        self.allocates = _latent(self.spec).top_k is not None or heads * self.spec.head_size % _EVEN != 0
         scores = heads * sum(piece.query * piece.total for piece in self.pieces)
         step = 1 if scores <= _MOST_SCORES else max(heads // _JUDGED_HEADS, 1)
         self.judged = slice(seed % step, None, step)

@@ -65,10 +65,43 @@ def _fp8(block: tuple[int, int] | None, *, name: str = "weight_scale", static: b
         elements = (torch.randn(rows, columns, generator=generator) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
         scales = _draw_scales((-(-rows // n), -(-columns // k)), generator, torch.float32)
         numbers = elements.float() * _each(scales, n, k, rows, columns)
-        tensors = {"weight": elements, name: scales.reshape(()) if stored == "scalar" else scales}
+        shape = {"scalar": (), "1d": (-1,), "2d": scales.shape}[stored]
+        tensors = {"weight": elements, name: scales.reshape(shape)}
         return tensors | ({"input_scale": torch.tensor([0.02])} if static else {}), numbers
 
     return write
+
+
+def _nvfp4(static: bool) -> Callable[[int, int, torch.Generator], Written]:
+    """Two elements e2m1 a byte, the first in the low bits, and a scale e4m3 for 16 columns, of all codes but NaN."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+    def write(rows: int, columns: int, generator: torch.Generator) -> Written:
+        codes = torch.randint(16, (rows, columns), generator=generator)
+        scales = torch.randint(127, (rows, columns // 16), generator=generator, dtype=torch.uint8)
+        outer = torch.tensor(3 * 2.0**-13)  # products of all three are exact
+        numbers = magnitudes[codes & 7] * (1 - 2 * (codes >> 3))
+        tensors = {
+            "weight": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+            "weight_scale": scales.view(torch.float8_e4m3fn),
+            "weight_scale_2": outer,
+        }
+        each = tensors["weight_scale"].float().repeat_interleave(16, 1) * outer
+        return tensors | ({"input_scale": torch.tensor(0.02)} if static else {}), numbers * each
+
+    return write
+
+
+def _mxfp8(rows: int, columns: int, generator: torch.Generator) -> Written:
+    elements = (torch.randn(rows, columns, generator=generator) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+    exponents = torch.randint(112, 124, (rows, columns // 32), generator=generator, dtype=torch.uint8)
+    each = torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    return {"weight": elements, "weight_scale": exponents}, elements.float() * each
+
+
+def _model_opt(algorithm: str, write: Any, shapes: Sequence[tuple[int, int]] = ((96, 64), (32, 192))) -> Sample:
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    return Sample(algorithm, config, write, shapes)
 
 
 def _integers(rows: int, groups: int, bits: int, symmetric: bool, generator: torch.Generator, columns: int) -> Any:
@@ -176,6 +209,8 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 _PER_TOKEN = {"strategy": "token", "dynamic": True}
 _RAGGED = ((96, 64), (72, 80))
 
+_NVFP4 = (_model_opt("NVFP4", _nvfp4(static=True)), _model_opt("W4A16_NVFP4", _nvfp4(static=False)))
+
 SAMPLES: Mapping[str, Sequence[Sample]] = {
     "fp8": (
         Sample("tensor", _FP8, _fp8(None, stored="scalar"), ((96, 64), (5, 33))),
@@ -202,6 +237,13 @@ SAMPLES: Mapping[str, Sequence[Sample]] = {
             "gemm", {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, _awq
         ),
     ),
+    "modelopt": (
+        _model_opt("FP8", _fp8(None, static=True, stored="scalar"), ((96, 64), (5, 33))),
+        _model_opt("FP8_PER_CHANNEL_PER_TOKEN", _fp8((1, -1), stored="1d"), ((96, 64), (5, 33))),
+        *_NVFP4,
+        _model_opt("MXFP8", _mxfp8),
+    ),
+    "modelopt_fp4": _NVFP4,
     "compressed-tensors": (
         _ct_packed(4, 16, True),
         _ct_packed(4, 32, False),

@@ -28,7 +28,7 @@ from hardpoint_plugin_api import (
     StoreCall,
 )
 
-_EVALUATIONS = 8
+_EVALUATIONS, _ONE_BY_ONE = 8, 4
 _FEW_KEYS = 256
 """Roundings of this many weights average out."""
 _MAGNITUDES = (1.0, 2.0**8, 0.0, 2.0**-8)
@@ -348,12 +348,12 @@ def expectations(
     def evaluated(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, number: int) -> torch.Tensor:
         """In float32: the elements of a head in another order each time, every other time with q scaled beforehand.
 
-        The first two are summed one by one, as a kernel may whose threads have a score each: that loses most.
+        The first four are summed one by one, as a kernel may whose threads have a score each: that loses most.
         """
         order, scale = orders[number] if number else torch.arange(spec.head_size), spec.scale if number % 2 else 1.0
         one = replace(spec, scale=spec.scale / scale)
         first, second = q.float()[..., order] * scale, keys[..., order].float()
-        if number >= 2:
+        if number >= _ONE_BY_ONE:
             return attend(first, second, values.float(), one, sinks, alibi_slopes).to(q.dtype)
         weights = attention_weights(summed_one_by_one(first, second), one, sinks, alibi_slopes)
         each = values.float().repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)
