@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from hardpoint.conformance.kept_arrays import kept
+
 Level = Literal["quick", "full", "exhaustive"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 CASE_SECONDS = 300.0
@@ -66,7 +68,7 @@ def covering_array(
     """Yield few rows in which each combination of values of ``strength`` factors stands, unless it is excluded.
 
     The construction is covertable's, salted with ``seed``. It is handed indices, so that values need neither order nor
-    hash. ``made`` is where arrays are looked up and kept.
+    hash. ``made`` is where arrays are looked up and kept; behind it, files of the user's cache (``kept_arrays.py``).
     """
     sizes = {name: len(values) for name, values in factors.items()}
     excluded = [
@@ -84,7 +86,7 @@ def covering_array(
     else:
         made = {} if made is None else made
         key = json.dumps([sizes, strength, seed, [(names, sorted(clashing)) for names, clashing in excluded]])
-        rows = made[key] = made.get(key) or _cover(sizes, strength, seed, excluded)
+        rows = made[key] = made.get(key) or kept(key, lambda: _cover(sizes, strength, seed, excluded))
     for row in rows:
         yield dict(zip(factors, _values(factors, list(factors), row), strict=True))
 
