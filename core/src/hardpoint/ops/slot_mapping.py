@@ -56,7 +56,12 @@ def _allocate(
     return positions.new_empty(positions.shape, dtype=torch.int32)
 
 
-@custom_op(cases=_cases, errors=ErrorModel(exact=True), allocate=_allocate)
+@custom_op(
+    cases=_cases,
+    errors=ErrorModel(exact=True),
+    allocate=_allocate,
+    has_rows=False,  # tokens belong to requests, whose starts are one more than they
+)
 def slot_mapping(
     positions: torch.Tensor,
     request_index: torch.Tensor,
