@@ -54,7 +54,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> None:
     config = _with_restarts(config)
     choose_parsers(config)  # a misspelt name is said before the model is loaded for nothing
     check_model(config)
-    serve_launched(config)
+    config = serve_launched(config)
     with listening(settings) as listener:
         serve_at(listener, config, settings)
 

@@ -245,25 +245,26 @@ def connect_shared(
     return frontend, core
 
 
-def serve_launched(config: EngineConfig) -> None:
-    """The first step of a server that torchrun may have started. In the process of another rank than a replica's first
-    it serves as that rank, and does not return; in the first's it sees to it that SIGTERM comes, once the launcher is
-    gone that would have sent it."""
+def serve_launched(config: EngineConfig) -> EngineConfig:
+    """The first step of a server that torchrun may have started, while signals still end it at once. In the process of
+    another rank than a replica's first it serves as that rank, and does not return. In the first's it meets the others,
+    and sees to it that SIGTERM comes, once the launcher is gone that would have sent it."""
     if config.executor_kind == "torchrun":
-        if config.topology.of_launched(os.environ).rank:
-            serve_other_ranks(config)
+        config = serve_other_ranks(config, outlives_signals=True)
         from hardpoint.engine.execution.ranks.launch import when_orphaned
 
         when_orphaned(partial(os.kill, os.getpid(), signal.SIGTERM))
+    return config
 
 
-def serve_other_ranks(config: EngineConfig) -> EngineConfig:
+def serve_other_ranks(config: EngineConfig, *, outlives_signals: bool = False) -> EngineConfig:
     """Return where an engine is to be built, with its config, which may be that of one of several replicas.
 
-    A process that torchrun started for another rank than a replica's first never does.
+    A process that torchrun started for another rank than a replica's first never does. ``outlives_signals``: such a
+    process leaves SIGTERM and SIGINT, which torchrun sends to all, to rank 0 once it serves, as ranks of ``mp`` do.
     """
     if config.executor_kind == "torchrun":
         from hardpoint.engine.execution.ranks.torchrun_executor import serve_unless_first
 
-        return serve_unless_first(config)
+        return serve_unless_first(config, outlives_signals=outlives_signals)
     return config

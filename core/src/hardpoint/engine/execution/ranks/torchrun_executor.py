@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
 import threading
 from functools import partial
@@ -17,9 +18,10 @@ from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING
 
+from hardpoint import fork_server
 from hardpoint.config import EngineConfig
 from hardpoint.engine.execution.ranks.launch import Launch, built_no_engine, launcher_gone, when_orphaned
-from hardpoint.engine.execution.ranks.rank_process import Rank, RankFailed, RankSpec, end_with_parent
+from hardpoint.engine.execution.ranks.rank_process import Rank, RankFailed, RankReady, RankSpec, end_with_parent
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.execution.ranks.sockets import set_up, shut
 from hardpoint.engine.processes import child_process
@@ -35,9 +37,11 @@ _LINK = "link/{}"
 """Where rank 0 of a replica leaves in the store how to reach it."""
 
 
-def serve_unless_first(config: EngineConfig) -> EngineConfig:
+def serve_unless_first(config: EngineConfig, *, outlives_signals: bool = False) -> EngineConfig:
     """Return the config of this process's replica in its rank 0. In another rank's process serve until the engine is
     closed, then raise SystemExit: with 1 where the engine was lost, so that torchrun starts all again if it is to."""
+    if config.meeting:  # a server's, which has met the others
+        return config
     launch = Launch.read(config)
     if launch.place.rank:
         when_orphaned(partial(os._exit, 1))
@@ -45,11 +49,11 @@ def serve_unless_first(config: EngineConfig) -> EngineConfig:
     if config.topology.shares_experts:
         config = config.of_launched(launch.place.topology.replica)
     if launch.place.rank:
-        raise SystemExit(_serve(config, launch))
+        raise SystemExit(_serve(config, launch, outlives_signals=outlives_signals))
     return config
 
 
-def _serve(config: EngineConfig, launch: Launch) -> int:
+def _serve(config: EngineConfig, launch: Launch, *, outlives_signals: bool) -> int:
     """Serve as the rank that this process is. Returns the process's exit code."""
     store = launch.store(config.meeting)
     link = json.loads(store.get(_LINK.format(launch.place.topology.replica)))
@@ -62,6 +66,9 @@ def _serve(config: EngineConfig, launch: Launch) -> int:
     def report(message: object) -> None:
         if isinstance(message, RankFailed):
             failed.set()
+        elif isinstance(message, RankReady) and outlives_signals:
+            for each in fork_server.GROUP_SIGNALS:
+                signal.signal(each, signal.SIG_IGN)
         send(message)
 
     rank = Rank(RankSpec(config, launch.place))
