@@ -10,10 +10,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 
+from hardpoint.engine.execution.executor import Executor
 from hardpoint.engine.execution.ranks import rounds as rounds_module
+from hardpoint.engine.execution.ranks.lock_step import LockStepExecutor
 from hardpoint.engine.execution.ranks.round_links import met_at_store, met_in_folder
 from hardpoint.engine.execution.ranks.rounds import Rounds, Share, captured_by_all
 from hardpoint.parallel.process_group import LOOPBACK, tcp_store
@@ -239,6 +242,26 @@ def test_finishing_ends_where_the_own_ranks_are_lost(tmp_path: Path, monkeypatch
         finishing.result(20)
     assert there.lost_within(20.0) == "replica 0 is gone, with which this one shares experts"
     close(here, there)
+
+
+def test_a_replica_that_finishes_tells_the_others_of_the_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They must not take it for an engine that was closed in good order."""
+    with ThreadPoolExecutor(3) as pool:
+        links = list(pool.map(lambda number: met_in_folder(number, 3, tmp_path, 20.0), range(3)))
+        finishing, going_on = (Rounds(number, links[number], seconds) for number, seconds in ((1, 0.4), (2, 20.0)))
+        executor = LockStepExecutor.__new__(LockStepExecutor)
+        executor._rounds, executor._is_launched = finishing, True
+        executor._ranks = create_autospec(Executor, instance=True)
+        monkeypatch.setattr(executor, "keep_up", lambda: finishing.agree(EMPTY))
+        ended = pool.submit(executor.shutdown, 5.0)
+        with pytest.raises(EngineDeadError, match="replica 1 is gone, with which this one shares experts"):
+            going_on.agree(STEPS[2])
+        ended.result(20)
+    close(going_on)
+    for connection in links[0].values():
+        connection.close()
 
 
 def waits(here: Rounds, how: str) -> None:

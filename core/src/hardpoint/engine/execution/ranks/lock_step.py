@@ -127,12 +127,14 @@ class LockStepExecutor:
         self._ranks.shutdown(deadline)
 
     def _finish(self) -> None:
-        """Take part in the steps of the other replicas until all are shut down, or one is lost."""
+        """Take part in the steps of the other replicas until all are shut down. Raises EngineDeadError where one is
+        lost: those that go on must hear that something failed, not that the engine was closed."""
         try:
             self._rounds.finish(self.keep_up)
             self._rounds.check()
         except EngineDeadError as error:
             logger.warning("this replica is closed before the others are: %s", error)
+            raise
 
 
 @dataclass(frozen=True)
