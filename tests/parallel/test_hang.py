@@ -1,10 +1,13 @@
-"""The words for a rank that hangs, from the stacks that faulthandler writes."""
+"""The words for a rank that hangs, from its stacks."""
 
 from __future__ import annotations
 
+import tempfile
+from typing import Any, NoReturn
+
 import pytest
 
-from hardpoint.engine.execution.ranks.hang import describe
+from hardpoint.engine.execution.ranks.hang import describe, own_stacks
 
 RANK = '  File "/site/hardpoint/engine/execution/ranks/rank_process.py", line 151 in serve\n'
 WAITS = (
@@ -42,3 +45,24 @@ IDLE = 'Current thread 0x1 (most recent call first):\n  File "/lib/threading.py"
 )
 def test_it_is_told(stack: str, said: str) -> None:
     assert describe(stack) == said
+
+
+def test_a_process_writes_its_own_stacks_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, or no descriptor left, must not keep a rank from saying what it does."""
+
+    def full(*_: Any, **__: Any) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    stacks: list[str] = []
+
+    def serve() -> None:  # as a rank's main loop is called
+        all_reduce()
+
+    def all_reduce() -> None:
+        stacks.append(own_stacks())
+
+    serve()
+    (frames,) = [text for text in stacks[0].split("\n\n") if "in all_reduce" in text]
+    names = [line.rpartition(" in ")[2] for line in frames.splitlines()[1:]]
+    assert names.index("all_reduce") + 1 == names.index("serve")

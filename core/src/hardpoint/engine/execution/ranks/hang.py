@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import re
-import tempfile
+import sys
+import traceback
 from collections.abc import Sequence
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)$', re.MULTILINE)
@@ -14,11 +14,13 @@ _RANK = "hardpoint/engine/execution/ranks/rank_process.py"
 
 
 def own_stacks() -> str:
-    """The stacks of this process's threads, as ``describe`` reads them."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        return file.read().decode("ascii", "replace")
+    """The stacks of this process's threads, as ``describe`` reads them. No file is needed."""
+    threads = []
+    for number, top in sys._current_frames().items():
+        frames = ((frame.f_code, line) for frame, line in traceback.walk_stack(top))
+        lines = [f'  File "{code.co_filename}", line {line} in {code.co_name}' for code, line in frames]
+        threads.append("\n".join([f"Thread {number:#x} (most recent call first):", *lines]))
+    return "\n\n".join(threads)
 
 
 def describe(stack: str) -> str:
