@@ -146,11 +146,13 @@ def test_groups_of_int4_divide_what_a_rank_has(tmp_path: Path) -> None:
     assert int4_groups(divided, "linear") == {"int4@bfloat16:1x128", "int4@bfloat16:1x64"}
 
 
-def test_experts_have_groups_of_one_size(tmp_path: Path) -> None:
-    """Both matrices of a mixture, also where 128 divides the columns of one alone: kernels ask for that."""
-    write_checkpoint(tmp_path, "qwen3_moe", hidden_size=256, head_dim=32, moe_intermediate_size=192)
+@pytest.mark.parametrize(("width", "ranks", "group"), [(192, 1, 64), (160, 1, 32), (192, 2, 32), (256, 2, 64)])
+def test_experts_have_groups_of_one_size(width: int, ranks: int, group: int, tmp_path: Path) -> None:
+    """Both matrices of a mixture, whatever divides the columns of one alone: kernels ask for that."""
+    write_checkpoint(tmp_path, "qwen3_moe", hidden_size=256, head_dim=32, moe_intermediate_size=width)
     settings: dict[str, Any] = {"model": str(tmp_path), "platform": "cpu", "dtype": "bfloat16", "quantization": "int4"}
-    assert int4_groups(explain(EngineConfig.create(**settings)), "experts") == {"int4@bfloat16:1x64"}
+    table = explain(EngineConfig.create(**settings, tensor_parallel_size=ranks))
+    assert int4_groups(table, "experts") == {f"int4@bfloat16:1x{group}"}
 
 
 @pytest.mark.parametrize("kernel", ["emulated", "dequantized"])

@@ -100,7 +100,8 @@ class Module:
     or ``router`` for the router of a mixture of experts and the gate of a shared expert. ``expert``: the number of the
     routed expert that the matrix belongs to, else None. All experts of a layer must have one scheme. ``stack``: set
     where the matrix stands for all experts, see ``QuantizationMethod.reads_stacks``. ``own_in_features``: how many
-    columns each rank has; None where that is not known.
+    columns each rank has, of an expert the greatest common divisor of those of all its matrices; None where that is not
+    known.
     """
 
     name: str

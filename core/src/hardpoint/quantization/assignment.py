@@ -6,6 +6,7 @@ Layers ask it while they are constructed. Once all have, it knows which of the c
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -73,7 +74,8 @@ class Quantization:
     paths of layers whose parts have a matrix each; ``_shards`` how ranks divide rows and columns, and ``_stacks`` how
     they divide the experts of a stack that one tensor holds; ``_unlike`` the layers whose experts become numbers.
     ``_turns`` are those of parts that take turns in a module's matrix; ``_divided`` the layers of which ranks have a
-    piece of each part, where one module has all parts.
+    piece of each part, where one module has all parts. ``_columns``: what divides the columns that ranks have of all
+    matrices of a layer's experts.
     """
 
     method: Method | None = None
@@ -87,6 +89,7 @@ class Quantization:
     _unlike: set[str] = field(default_factory=set)
     _turns: Mapping[tuple[str, str | None], Turn] = field(default_factory=dict)
     _divided: dict[str, LinearArgs] = field(default_factory=dict)
+    _columns: dict[str, int] = field(default_factory=dict)
 
     def for_model(self, names: Mapping[str, Address | None]) -> Quantization:
         """The same method for a model whose tensors have these ``names``, plain weights assumed (see load_weights)."""
@@ -108,6 +111,7 @@ class Quantization:
             _cache_scales={},
             _stacks={},
             _unlike=set(),
+            _columns={},
             _turns=turns,
             _divided={},
         )
@@ -163,6 +167,8 @@ class Quantization:
         tensor holds all experts and the method does not read such.
         """
         stacks = [(name, f"{path}.{name}", args) for name, args in matrices.items()]
+        shared = math.gcd(*(args.own_in_features for args in matrices.values()))
+        self._columns.update({own: shared for _, own, _ in stacks})
         try:
             schemes = {name: self._experts(own, args, experts, dtype, self._kept) for name, own, args in stacks}
             if len({scheme.weight.is_plain for scheme in schemes.values()}) > 1:
@@ -259,7 +265,7 @@ class Quantization:
             interleaved="interleaved" in orders,
             transposed="transposed" in orders,
         )
-        rows_of_all, own = len(args.parts) * rows.pop(), args.own_in_features
+        rows_of_all, own = len(args.parts) * rows.pop(), self._columns[key[0]]
         module = Module(name, rows_of_all, args.in_features, stack=stack, own_in_features=own)
         scheme = self._asked(key, module, dtype)
         self._shards[key] = (args.row_shards or (None,))[0], args.column_shard
@@ -288,7 +294,8 @@ class Quantization:
                 self.method.reader.leave_tied_head()
             module = Module(name, rows, args.in_features)
             return self._asked(key, module, dtype, lambda reader: reader.embedding(module, tied=True))
-        module = Module(name, rows, args.in_features, args.kind, expert, own_in_features=args.own_in_features)
+        own = args.own_in_features if expert is None else self._columns[key[0]]
+        module = Module(name, rows, args.in_features, args.kind, expert, own_in_features=own)
         return self._asked(key, module, dtype, None if ask is None else lambda reader: ask(reader, module))
 
     def _known(self, key: tuple[str, str | None]) -> tuple[str, str | None] | None:

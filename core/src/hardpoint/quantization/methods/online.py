@@ -130,7 +130,8 @@ class Int4Online(OnlineMethod):
 
     The default is what GPTQModel and llm-compressor's W4A16 write: groups of 128 columns without zero points. Where 128
     do not divide a matrix's columns, or those that a rank has of them, its groups are of 64, or of 32. Experts have
-    groups of 64 wherever these divide, since kernels take one size for all matrices of a mixture.
+    groups of 64, or of 32 where 64 do not divide what a rank has of both their matrices: kernels take one size for all
+    matrices of a mixture.
     """
 
     known: ClassVar = {"group_size": (), "symmetric": ("true", "false"), **OnlineMethod.known, **_HEAD_BITS}
@@ -151,7 +152,7 @@ def _int4_group(module: Module) -> int:
     """The columns of a group where none are asked for; see Int4Online."""
     is_expert = module.expert is not None or module.stack is not None
     sizes = _INT4_GROUPS[1:] if is_expert else _INT4_GROUPS
-    widths = (None if is_expert else module.own_in_features, module.in_features)
+    widths = (module.own_in_features, module.in_features)
     return next((size for width in widths if width for size in sizes if width % size == 0), sizes[0])
 
 
