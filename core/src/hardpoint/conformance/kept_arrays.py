@@ -46,10 +46,13 @@ def kept(key: str, make: Callable[[], Rows]) -> Rows:
 
 def _write(path: Path, text: str) -> None:
     """All of the file or nothing: other processes of the run write it, too."""
+    part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+            part = Path(file.name)
             file.write(text)
-        os.replace(file.name, path)
-    except OSError:
-        pass
+        os.replace(part, path)
+    except OSError:  # a full disk, perhaps
+        if part is not None:
+            part.unlink(missing_ok=True)

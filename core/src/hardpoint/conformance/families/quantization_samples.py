@@ -244,6 +244,7 @@ SAMPLES: Mapping[str, Sequence[Sample]] = {
         _model_opt("MXFP8", _mxfp8),
     ),
     "modelopt_fp4": _NVFP4,
+    "modelopt_mxfp8": (_model_opt("MXFP8", _mxfp8),),
     "compressed-tensors": (
         _ct_packed(4, 16, True),
         _ct_packed(4, 32, False),
