@@ -53,7 +53,7 @@ class Verb(Generic[R_co]):
     """
 
     takes_a_step: ClassVar[bool] = False
-    """Whether ranks do it within the time of a step, ``step_timeout``; any other as long as loading may take."""
+    """Whether ranks must do it within ``step_timeout``. Others may take ``core_start_timeout``, as loading does."""
 
     def prepared(self) -> Self:
         """The verb once done for it is what takes no core: in the caller's thread, while the core takes its steps."""

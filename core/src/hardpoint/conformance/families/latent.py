@@ -233,8 +233,8 @@ class LatentProbe(AttentionProbe):
     def __init__(self, subject: Subject, situation: Situation, seed: int) -> None:
         """See AttentionProbe. Where scores are many, few heads are judged, from one on that the seed draws.
 
-        Lists are in memory that the adapter takes. Queries are parts of one tensor, which a kernel may copy where its
-        rows begin at no multiple of 16 elements; those of an engine's layers do.
+        Memory that the trial itself takes is not the kernel's: the adapter makes lists of positions in the call, and
+        has queries copied whose rows begin at no multiple of 16 elements, as none of an engine's layers do.
         """
         super().__init__(subject, situation, seed)
         heads = self.spec.num_heads

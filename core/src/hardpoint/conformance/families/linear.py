@@ -366,10 +366,10 @@ class LinearProbe:
 
 
 def _without_luck(own: torch.Tensor, true: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``own`` [T, N], float32, no nearer to the truth in any row than in all on the average, beside the row of ``x``.
+    """``own`` [T, N], float32, the error of each row raised to the root mean square of all rows' where it is less.
 
-    In a row of three elements that nearly cancel, every order of summation may be lucky. Errors along the true row and
-    across it are told apart, as the error model does.
+    An error counts as a share of the length of its row of ``x``. In a row of three elements that nearly cancel, every
+    order of summation may be lucky. Errors along the true row and across it are told apart, as the error model does.
     """
     axis = functional.normalize(true, dim=-1, eps=0.0).nan_to_num()
     error, size = own.double() - true, x.double().norm(dim=-1, keepdim=True)

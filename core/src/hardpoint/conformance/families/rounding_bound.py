@@ -10,8 +10,9 @@ elements. It is the sum of
 * what lies outside the range of the elements: negative numbers of elements without a sign;
 * half a step more where there is a zero point, which is rounded, too.
 
-Signed whole numbers reach one further below zero. A scale that maps the largest magnitude there, negative where that
-number is positive, is as good an answer, as ggml's Q4_0 has it: numbers of the other sign are clipped by up to a step.
+Signed integers have one value more below zero than above (-8 to 7). A scale may map the number of the largest magnitude
+to that value, as ggml's Q4_0 does, and is negative where that number is positive. Numbers of the other sign are then
+clipped by up to a step.
 Scales of the format e8m0 are powers of two. OCP's rule (Microscaling Formats 1.0, section 6.3) takes one at which the
 largest numbers are clipped; the next larger one is as good an answer. Axes: N rows (out), K columns (in).
 """

@@ -222,7 +222,7 @@ class RanksExecutor:
     def give_up_hung(self, what: str) -> EngineDeadError:
         """As ``give_up``, after ``what`` took too long; the error says what each rank was doing."""
         with self._ending:
-            for rank in self._ranks:  # all at once: one that ends takes those along that wait for it
+            for rank in self._ranks:  # before the first ends: a rank that waits for it fails then, too
                 rank.ask_stacks()
             found = "; ".join(f"{rank.called} {rank.doing()}" for rank in self._ranks)
             return self.give_up(f"{what}, so that every rank was ended: {found}; build a new engine")

@@ -42,7 +42,7 @@ _MEETS = b"?"
 _LIVES = b"!"
 """In place of a step, now and then: the replica's process runs."""
 _BEATS = 4
-"""How often a replica says so within a step's time limit. One that leaves out all but one counts as hung."""
+"""How many times within a step's time limit a replica says so. One that is silent for 3/4 of it counts as hung."""
 
 
 @dataclass(frozen=True)
