@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -266,6 +268,18 @@ def test_a_pattern_that_is_refused_as_a_whole_was_asked_for(site: Site, monkeypa
     bench = Bench(site.plugins, offer, ("cpu",), Plan(), {"cpu": {"threads": 1}})
     (result,) = bench.run("spec/nf4")
     assert (result.check, result.outcome, result.claims) == ("claim", "unsupported", ("spec nf4/*",))
+
+
+def test_a_trial_is_let_go_once_it_ran(site: Site) -> None:
+    """It holds a kernel and all that was drawn for it; a contribution has over a thousand."""
+    offer = next(o for o in site.plugins.offers("linear") if o.contribution.name == "torch")
+    bench = Bench(site.plugins, offer, ("cpu",), Plan(), {"cpu": {"threads": 1}})
+    case, *others = bench.cases
+    trial = weakref.ref(bench._trials[case])
+    assert all(result.outcome != "failed" for result in bench.run(case))
+    gc.collect()
+    assert trial() is None
+    assert bench.cases == [case, *others]
 
 
 # A plugin, as its author runs the kit.

@@ -48,6 +48,8 @@ class Bench:
         else:
             self._site, self.device = site, site.platform.info
             self.unfit, self._trials = self._prepare(plugins, site)
+        self.cases = list(self._trials)
+        """In order."""
 
     def _prepare(self, plugins: PluginSet, site: Site) -> tuple[Result | None, dict[str, Trial]]:
         """Make the trials, or say why there are none."""
@@ -85,15 +87,11 @@ class Bench:
         """Whether trials run on the host itself, which several processes may share."""
         return self.device is not None and self.device.torch_type == "cpu"
 
-    @property
-    def cases(self) -> list[str]:
-        """The cases, in order."""
-        return list(self._trials)
-
     def run(self, case: str) -> Iterator[Result]:
-        """Make the checks of one case, and leave the device's memory to the other processes that try kernels there."""
+        """Make the checks of one case, once, and leave the device's memory to the other processes that try kernels
+        there. A trial holds its kernel and all that it drew."""
         assert self._site is not None
-        c, trial = self.offer.contribution, self._trials[case]
+        c, trial = self.offer.contribution, self._trials.pop(case)
         claims = met_by(c, trial.workload, self._site.platform.info, self.offer.api) + trial.claims
         for check, finding in trial.run():
             proves = check == proving_check(c.family) and not trial.of_a_part
@@ -104,6 +102,7 @@ class Bench:
                 compared=finding.compared if proves else 0,
                 claims=claims if proves or check == "claim" else (),
             )
+        del trial
         self._site.platform.memory.trim()
 
 
