@@ -18,7 +18,7 @@ from torch.nn import functional
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
 from hardpoint.conformance.families.ops import batch_invariant
 from hardpoint.conformance.families.specs import Pair, claimed_specs, pair_of, static_scales
-from hardpoint.conformance.families.steps import worst
+from hardpoint.conformance.families.steps import error_parts, raised, worst
 from hardpoint.conformance.memory import Placement, place, place_far, soil_allocator
 from hardpoint.conformance.plan import Exclusions, Plan, Row
 from hardpoint.conformance.site import Subject, TrialResources, limits_of
@@ -371,15 +371,15 @@ def _without_luck(own: torch.Tensor, true: torch.Tensor, x: torch.Tensor) -> tor
     An error counts as a share of the length of its row of ``x``. In a row of three elements that nearly cancel, every
     order of summation may be lucky. Errors along the true row and across it are told apart, as the error model does.
     """
-    axis = functional.normalize(true, dim=-1, eps=0.0).nan_to_num()
-    error, size = own.double() - true, x.double().norm(dim=-1, keepdim=True)
-    along = (error * axis).sum(-1, keepdim=True) * axis
-    found = true.clone()
-    for part in (along, error - along):
-        length = part.norm(dim=-1, keepdim=True)
-        usual = (length / size).nan_to_num(0, 0, 0).square().mean().sqrt() * size
-        found += part * (usual / length).nan_to_num(1, 1, 1).clamp(min=1)
-    return torch.where(found.isfinite(), found, own.double()).to(own.dtype)
+    size = x.double().norm(dim=-1, keepdim=True)
+
+    def usual(part: torch.Tensor) -> torch.Tensor:
+        shares: torch.Tensor = part.norm(dim=-1, keepdim=True) / size
+        found: torch.Tensor = shares.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt() * size
+        return found
+
+    along, across = error_parts(own, true)
+    return raised(own, true, (usual(along), usual(across)))
 
 
 def summed_one_by_one(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

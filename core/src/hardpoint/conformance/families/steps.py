@@ -28,7 +28,7 @@ from hardpoint_plugin_api import (
     StoreCall,
 )
 
-_EVALUATIONS, _ONE_BY_ONE = 8, 4
+_EVALUATIONS = 8
 _FEW_KEYS = 256
 """Roundings of this many weights average out."""
 _MAGNITUDES = (1.0, 2.0**8, 0.0, 2.0**-8)
@@ -327,7 +327,8 @@ def expectations(
 
     A backend may also take this step's own keys and values as they are, before they are rounded to that dtype. The
     reference's own error is the worst of several evaluations that differ in the order of summation alone: how far one
-    of them is off is luck where a score's rounding decides between two keys.
+    of them is off is luck where a score's rounding decides between two keys. In no row is it less than twice what such
+    roundings cost on the average.
     """
     orders = [torch.randperm(spec.head_size, generator=torch.Generator().manual_seed(i)) for i in range(_EVALUATIONS)]
 
@@ -341,19 +342,19 @@ def expectations(
         found = [evaluated(request.q, keys, values, number) for number in range(_EVALUATIONS)]
         if is_scaled(spec.kv_dtype) and spec.kv_dtype != NVFP4 and len(keys) <= _FEW_KEYS:
             found.extend(with_scaled_weights(request.q, keys, values, *constants, seeds=range(_EVALUATIONS)))
-        own = worst(truth, found)
+        own = raised(worst(truth, found), truth, errors_of_scores(request.q, keys, values, truth, *constants))
         other = expectation(label, request, cached, request.num_old) if stored > request.num_old and rounds else None
         return Expectation(label, own, truth, other)
 
     def evaluated(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, number: int) -> torch.Tensor:
         """In float32: the elements of a head in another order each time, every other time with q scaled beforehand.
 
-        The first four are summed one by one, as a kernel may whose threads have a score each: that loses most.
+        The first two are summed one by one, as a kernel may whose threads have a score each: that loses most.
         """
         order, scale = orders[number] if number else torch.arange(spec.head_size), spec.scale if number % 2 else 1.0
         one = replace(spec, scale=spec.scale / scale)
         first, second = q.float()[..., order] * scale, keys[..., order].float()
-        if number >= _ONE_BY_ONE:
+        if number >= 2:
             return attend(first, second, values.float(), one, sinks, alibi_slopes).to(q.dtype)
         weights = attention_weights(summed_one_by_one(first, second), one, sinks, alibi_slopes)
         each = values.float().repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)
@@ -427,6 +428,55 @@ def worst(truth: torch.Tensor, evaluations: Sequence[torch.Tensor]) -> torch.Ten
     most_along = along.gather(0, along.abs().argmax(0, keepdim=True)) - along.gather(0, furthest)
     found = torch.stack(list(evaluations)).gather(0, furthest.expand(1, *truth.shape))
     return (found.double() + most_along * axis).to(found.dtype)[0]
+
+
+def errors_of_scores(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    truth: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twice the root mean square error of each row [T, H, 1] along its true result and across it, from scores alone.
+
+    The error e of a score is that of a sum of float32 products one by one: a share of the lengths of query and key, the
+    same for all, which is measured here. It moves a result by weight * (value - result) * e.
+    """
+    groups = spec.num_heads // spec.num_kv_heads
+    each_key, each_value = (x.double().repeat_interleave(groups, dim=1) for x in (keys, values))
+    products = torch.einsum("thd,shd->hts", q.double(), each_key)
+    lengths = torch.einsum("th,sh->hts", q.double().norm(dim=-1), each_key.norm(dim=-1))
+    errors = summed_one_by_one(q.float(), keys.float()) - products
+    share = (errors / lengths).nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt()
+    moved = attention_weights(products, spec, sinks, alibi_slopes) * share * lengths * spec.scale
+    if spec.soft_cap is not None:
+        moved *= 1 - torch.tanh(products * spec.scale / spec.soft_cap).square()
+    axis = torch.nn.functional.normalize(truth, dim=-1, eps=0.0).nan_to_num(0.0)
+    along = torch.einsum("shd,thd->hts", each_value, axis) - (truth * axis).sum(-1).T[..., None]
+    away = each_value.square().sum(-1).T[:, None] - 2 * torch.einsum("shd,thd->hts", each_value, truth)
+    squares = moved.square()
+    both = (squares * (away + truth.square().sum(-1).T[..., None])).sum(-1)
+    first = (squares * along.square()).sum(-1)
+    parts = (2 * x.nan_to_num(0.0, 0.0, 0.0).clamp(min=0).sqrt().T[..., None] for x in (first, both - first))
+    return next(parts), next(parts)
+
+
+def error_parts(own: torch.Tensor, truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The error of each row of ``own`` [..., n] along the true row, and across it, float64."""
+    axis = torch.nn.functional.normalize(truth, dim=-1, eps=0.0).nan_to_num(0.0)
+    error = own.double() - truth
+    along = (error * axis).sum(-1, keepdim=True) * axis
+    return along, error - along
+
+
+def raised(own: torch.Tensor, truth: torch.Tensor, least: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """``own`` [..., n], each row no nearer to the truth, along it and across it, than ``least`` [..., 1] says."""
+    found = truth.clone()
+    for part, lengths in zip(error_parts(own, truth), least, strict=True):
+        found += part * (lengths / part.norm(dim=-1, keepdim=True)).nan_to_num(1.0, 1.0, 1.0).clamp(min=1)
+    return torch.where(found.isfinite(), found, own.double()).to(own.dtype)
 
 
 def draw_constants(spec: AttentionSpec, generator: torch.Generator) -> tuple[torch.Tensor | None, torch.Tensor | None]:
