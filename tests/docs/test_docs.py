@@ -44,12 +44,12 @@ def test_the_reference_is_up_to_date() -> None:
 def test_the_front_page_shows_what_explain_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its lines, in its order, where the CPU's plugin alone is installed and no certificate is kept."""
+    """Its lines, in its order, where the CPU's plugin alone is installed and no certificate counts."""
     page = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"`hardpoint explain demo` prints .*?```text\n(.*?)```", page, re.DOTALL)
     shown = [" ".join(line.split()) for line in block.splitlines() if line.strip(" .")]
     monkeypatch.chdir(tmp_path)
-    assert hardpoint(["explain", "demo", "--plugins", "cpu"]) == 0
+    assert hardpoint(["explain", "demo", "--plugins", "cpu", "--certificates", str(tmp_path)]) == 0
     printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert [line for line in printed if line in shown] == shown
 
