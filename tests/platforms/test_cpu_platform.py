@@ -6,14 +6,17 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from hardpoint.config import EngineConfig
+from hardpoint.engine.blueprint import draw
 from hardpoint.platforms.testing import write_tree
 from hardpoint_cpu.compiled import missing
 from hardpoint_cpu.platform import CpuMemory, CpuPlatform, describe
-from hardpoint_plugin_api import ConfigError, PlatformError
+from hardpoint_plugin_api import ConfigError, PlatformError, SelectionError
 from tests.support.traces import trace_events
 
 EPYC = """\
@@ -143,6 +146,16 @@ def test_times_depend_on_threads_and_level(threads: None) -> None:
 def test_certificates_name_the_level_that_kernels_use() -> None:
     for given, level in (({"isa": "plain"}, "plain"), ({}, CpuPlatform(CpuPlatform.detect()).tuning_context()["isa"])):
         assert CpuPlatform(CpuPlatform.detect(), given).info.isa == level
+
+
+@pytest.mark.skipif(missing() is not None, reason="no kernels are compiled")
+def test_an_engine_s_device_has_the_level_that_was_asked_for() -> None:
+    """A certificate for the best level, such as the plugin ships, says nothing of kernels of another one."""
+    settings: dict[str, Any] = {"model": "demo", "platform": "cpu", "plugin_config": {"cpu": {"isa": "plain"}}}
+    blueprint = draw(EngineConfig.create(**settings))
+    assert blueprint.ctx.device.isa == blueprint.choice.device.isa == "plain"
+    with pytest.raises(SelectionError, match=r"x86_64 with plain, .*--setting cpu\.isa=plain"):
+        draw(EngineConfig.create(**settings, require_certified=True))
 
 
 def test_bad_input() -> None:

@@ -373,7 +373,7 @@ class Certificates:
         settings = "".join(
             f" --setting {shlex.quote(f'{offer.plugin}.{key.name}={self._setting(offer.plugin, key)}')}"
             for key in self._plugins.config_keys()[offer.plugin].values()
-            if offer.plugin not in self._of_platform(device) and self._setting(offer.plugin, key) != key.default
+            if self._setting(offer.plugin, key) != key.default
         )
         what = (
             f"no certificate by this kit's rules (version {KIT_VERSION}) shows it right in its installed version on "

@@ -136,6 +136,8 @@ def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, r
         logger.info(note)
     with blame(choice.plan.offer):
         platform = choice.platform(choice.device, config.plugin_config.get(choice.plan.offer.plugin))
+    if preset is None:  # as the settings have it: other kernels serve at another level of instruction sets
+        choice = replace(choice, device=platform.info)
     tuning = None
     if config.tuning_file:
         context = None
