@@ -205,8 +205,8 @@ class Memory(ABC):
 class Platform(ABC):
     """A kind of device: its detection, memory, synchronisation, graphs, limits and defaults.
 
-    It is constructed with the DeviceInfo from ``detect`` and its plugin's settings. ``name`` equals the contribution's
-    name.
+    It is constructed with the DeviceInfo from ``detect`` and its plugin's settings, by which it may change ``info``:
+    the engine selects kernels and certificates by that. ``name`` equals the contribution's name.
     """
 
     name: ClassVar[str]
