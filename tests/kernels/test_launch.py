@@ -19,8 +19,8 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from hardpoint import kernels, ops
-from hardpoint.conformance.memory import Placement
-from hardpoint.kernels import launch
+from hardpoint.conformance.memory import Placement, place_far
+from hardpoint.kernels import launch, recurrence, state_inputs
 from hardpoint.kernels.launch import Launcher, aligned
 from tests.kernels.compiling import READ_FIRST
 from tests.kernels.judged import DTYPES
@@ -91,7 +91,7 @@ class Variant:
 @pytest.fixture
 def launchers(monkeypatch: pytest.MonkeyPatch) -> list[Variants]:
     found = []
-    for module in MODULES:
+    for module in (*MODULES, *OF_STATES):
         for launcher in launchers_of(module):
             monkeypatch.setattr(launcher, "_kernel", Variants(launcher._kernel))
             monkeypatch.setattr(launcher, "_compiled", {})
@@ -120,8 +120,45 @@ def test_a_key_means_one_variant(name: str, kernel: Any, launchers: list[Variant
     assert sum(launcher.launched_again for launcher in launchers) > 10
 
 
+OF_STATES = (recurrence, state_inputs)
+
+
+def rows(*shape: int, far: bool = False) -> torch.Tensor:
+    """Two rows; ``far`` ones have a stride of 2**31 elements, and take memory for themselves alone."""
+    x = torch.randn(2, *shape)
+    return place_far(x, x.device, 2**40) if far else x
+
+
+def call_of_states(name: str, far: bool) -> None:
+    """Call a kernel around a layer's state on two requests of one token, the rows of an input far apart or not."""
+    states, two = torch.zeros(2, 4, 16, 16), torch.arange(2)
+    starts, lengths = torch.arange(3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    match name:
+        case "linear_recurrence_step":
+            gates = torch.zeros(2, 4), torch.ones(2, 4), states, two, lengths
+            rule: Any = {"scale": 1.0, "delta_rule": True, "normalize": True, "channel_decay": False}
+            recurrence.linear_recurrence_step(rows(4, 16, far=far), rows(4, 16), rows(4, 16), *gates, **rule)
+        case "causal_conv":
+            arrays = torch.randn(64, 4), None, torch.zeros(2, 3, 64), two, starts, lengths
+            state_inputs.causal_conv(rows(64, far=far), *arrays, activation="silu")
+        case "recurrence_gates":
+            state_inputs.recurrence_gates(rows(8), rows(8, far=far), torch.zeros(8), torch.zeros(8), low=0.0)
+        case _:
+            x, weight = rows(4, 16), torch.ones(1, 16)
+            state_inputs.gated_rms_norm(x, rows(64, far=far), weight, eps=1e-6, activation="silu", gate_first=False)
+
+
+@pytest.mark.parametrize("name", ["linear_recurrence_step", "causal_conv", "recurrence_gates", "gated_rms_norm"])
+def test_a_key_tells_strides_of_64_bits(name: str, launchers: list[Variants], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrence, "products_of_floats", lambda device_type: "bf16x6")
+    for far in (False, False, True, True):
+        call_of_states(name, far)
+    assert sum(launcher.launched_again for launcher in launchers) == 2
+    assert sum(len(launcher.compiled) for launcher in launchers) == 2
+
+
 def test_every_launcher_is_tried() -> None:
-    assert len([x for module in MODULES for x in launchers_of(module)]) == 12
+    assert len([x for module in (*MODULES, *OF_STATES) for x in launchers_of(module)]) == 17
 
 
 def test_alignment_is_that_of_all() -> None:

@@ -106,6 +106,12 @@ class Launcher:
             self._compiled[place] = compiled
 
 
+def are_short(*strides: int) -> bool:
+    """Whether all of them fit in 32 bits. Triton compiles another variant for an argument that does not, so this
+    belongs in a launcher's key where a kernel's strides are not specialised."""
+    return max(strides) < 2**31
+
+
 def aligned(*tensors: torch.Tensor | None) -> bool:
     """Whether all of them begin at addresses that kernels are compiled for."""
     bits = 0

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from hardpoint.kernels.activation import activate
-from hardpoint.kernels.launch import Launcher, aligned
+from hardpoint.kernels.launch import Launcher, aligned, are_short
 from hardpoint.kernels.sparse_index import request_of
 from hardpoint.ops.activation import ACTIVATIONS
 from hardpoint_plugin_api import UnknownNameError
@@ -209,7 +209,7 @@ def causal_conv(
     block = min(_CHANNELS, triton.next_power_of_2(channels))
     blocks, one, page = triton.cdiv(channels, block), tokens == requests, states.stride(0)
     fits = aligned(x, states, out)
-    kind = x.dtype, page, channels, width, bias is None, block, x.get_device()
+    kind = x.dtype, page, are_short(x.stride(0)), channels, width, bias is None, block, x.get_device()
     _conv(
         (*kind, activation, one) if fits else None,
         (tokens, blocks, 1),
@@ -237,12 +237,13 @@ def recurrence_gates(a: Tensor, b: Tensor | None, rate: Tensor, bias: Tensor, *,
         b = b.contiguous()
     columns = triton.next_power_of_2(channels)
     block = min(triton.next_power_of_2(heads), max(1, 1024 // columns))
-    kind = a.dtype, b is None, heads, channels, block, a.get_device()
+    strides = a.stride(0), 0 if b is None else b.stride(0)
+    kind = a.dtype, b is None, are_short(*strides), heads, channels, block, a.get_device()
     _gates(
         kind if aligned(a, b, decay, beta) else None,
         (tokens, triton.cdiv(heads, block), 1),
         4,
-        *(a, b, rate.contiguous(), bias.contiguous(), decay, beta, a.stride(0), 0 if b is None else b.stride(0), low),
+        *(a, b, rate.contiguous(), bias.contiguous(), decay, beta, *strides, low),
         *(heads, channels, block, columns),
     )
     return decay, beta
@@ -258,7 +259,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, activ
     x, gate = x.contiguous(), gate.flatten(1)
     gate = gate if gate.stride(1) == 1 else gate.contiguous()
     one = weight.shape[0] == 1
-    kind = x.dtype, groups, size, one, activation, gate_first, x.get_device()
+    kind = x.dtype, are_short(gate.stride(0)), groups, size, one, activation, gate_first, x.get_device()
     block = triton.next_power_of_2(size)
     _norm(
         kind if aligned(x, gate, out) else None,
