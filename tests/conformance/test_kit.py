@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,16 +19,16 @@ import pytest
 
 from hardpoint.cli.main import run as hardpoint
 from hardpoint.config import EngineConfig
-from hardpoint.conformance import certificate
+from hardpoint.conformance import content
 from hardpoint.conformance.certificate import (
     KIT_VERSION,
     Certificate,
     Certificates,
-    content_of,
     merge,
     read_certificate,
 )
 from hardpoint.conformance.certify import Silent, certify
+from hardpoint.conformance.content import LoadedFiles, content_of
 from hardpoint.conformance.kit import Order, Shard
 from hardpoint.conformance.plan import Level, Plan, covering_array
 from hardpoint.conformance.trials import Result
@@ -113,7 +115,7 @@ def test_a_right_kernel_passes_and_says_how_near_it_came(tried_plugin: Path) -> 
     assert outcomes(found)["passed"] > 30
     values = [r for r in found.results if r.check == "values" and r.measured]
     assert all(error <= limit for r in values for error, limit in r.measured.values())
-    assert found.plugin["content_hash"] == content_of(discover().record("tried"))
+    assert found.plugin["content_hash"] == content_of(discover().record("tried")).hash
     assert (found.device["platform"], found.level, found.seed, found.is_complete) == ("cpu", "quick", 0, True)
     assert {"torch", "hardpoint-core", "hp-tried"} <= found.libraries.keys()
 
@@ -264,7 +266,7 @@ def test_a_certificate_counts_for_the_content_and_device_that_it_names(tried_plu
     assert standing(plugins, "tried_right", tmp_path) == "no"
     assert standing(plugins, "reference", tmp_path) == "reference"
     others = {
-        "content": replace(good, plugin={**good.plugin, "content_hash": "0" * 64}),
+        "content": replace(good, plugin={**good.plugin, "content_hash": "0" * 64}, sources=()),
         "device": replace(good, device={**good.device, "arch": "other"}),
         "isa": replace(good, device={**good.device, "isa": "other"}),
         "shard": replace(good, num_shards=2),
@@ -301,9 +303,9 @@ def test_a_certificate_counts_for_engines_of_its_settings(
 ) -> None:
     plugins = discover()
     passed = Result("op", "rms_norm", "tried_right", "float32/random", "values", "passed", compared=1)
-    content = {"name": "tried", "version": "1.0", "content_hash": content_of(plugins.record("tried"))}
+    tried = {"name": "tried", "version": "1.0", "content_hash": content_of(plugins.record("tried")).hash}
     here = {"platform": "cpu", "arch": _cpu(plugins).arch, "isa": _cpu(plugins).isa}
-    replace(made_up(passed), plugin=content, device=here, settings=made).write(tmp_path / "c.json")
+    replace(made_up(passed), plugin=tried, device=here, settings=made).write(tmp_path / "c.json")
     assert standing(plugins, "tried_right", tmp_path, runs) == ("quick, 2026-01-01" if counts else "no")
 
 
@@ -317,11 +319,11 @@ def test_the_command_that_certifies_has_the_engines_settings(tried_plugin: Path)
 
 
 def test_a_shipped_certificate_is_found_and_changes_no_hash(tried_plugin: Path) -> None:
-    before = content_of(discover().record("tried"))
+    before = content_of(discover().record("tried")).hash
     shipped = tried_plugin / "hp_tried" / "certificates" / "cpu.json"
     certified("right").write(shipped)
     try:
-        assert content_of(discover().record("tried")) == before
+        assert content_of(discover().record("tried")).hash == before
         assert standing(discover(), "tried_right", None).startswith("quick, ")
         kernels = tried_plugin / "hp_tried" / "kernels.py"
         text = kernels.read_text()
@@ -333,19 +335,93 @@ def test_a_shipped_certificate_is_found_and_changes_no_hash(tried_plugin: Path) 
         shipped.parent.rmdir()
 
 
+@contextmanager
+def changed(path: Path, text: str) -> Iterator[None]:
+    before = path.read_text() if path.exists() else None
+    path.write_text(text)
+    try:
+        yield
+    finally:
+        path.unlink() if before is None else path.write_text(before)
+
+
+def test_a_certificate_counts_while_what_its_trials_loaded_stays(tried_plugin: Path, tmp_path: Path) -> None:
+    package = tried_plugin / "hp_tried"
+    kernels, manifest = package / "kernels.py", package / "hardpoint.toml"
+    certify(discover(), order("right"), jobs=2).write(tmp_path / "c.json")
+    (sources,) = read_certificate(tmp_path / "c.json").sources
+    assert (sources.key, set(sources.loaded) >= {"hp_tried/__init__.py", "hp_tried/kernels.py"}) == (
+        ("op", "rms_norm", "tried_right"),
+        True,
+    )
+    own, other = (f"tried_{name}" for name in ("right", "wrong"))
+    entries = manifest.read_text().split("[[contribution]]")
+
+    def with_requirement(name: str) -> str:
+        return "[[contribution]]".join(
+            e.replace('["float32"]', '["float32", "bfloat16"]') if f'"{name}"' in e else e for e in entries
+        )
+
+    def counts() -> bool:
+        return standing(discover(), "tried_right", tmp_path).startswith("quick, ")
+
+    for path, text, expected in (
+        (package / "unread.py", "", True),
+        (manifest, manifest.read_text() + "\n# more\n", True),
+        (manifest, with_requirement(other), True),
+        (manifest, with_requirement(own), False),
+        (manifest, manifest.read_text().replace("default = 1", "default = 2"), False),
+        (kernels, kernels.read_text() + "\n", False),
+        (package / "table.json", "{}", False),
+    ):
+        before = content_of(discover().record("tried")).hash
+        with changed(path, text):
+            assert content_of(discover().record("tried")).hash != before
+            assert counts() == expected, (path.name, text)
+        assert counts()
+
+
+def test_shards_loaded_what_any_of_them_did(tried_plugin: Path) -> None:
+    one, two = (certified("right", shard=Shard(i, 2)) for i in (1, 2))
+    (first,), (second,) = one.sources, two.sources
+    assert first == second
+    parts = [
+        replace(one, sources=(replace(first, loaded=("a.py",)),), files={"a.py": "1"}),
+        replace(two, sources=(replace(second, loaded=("b.py",)),), files={"b.py": "2"}),
+    ]
+    merged = merge(parts)
+    assert merged.sources == (replace(first, loaded=("a.py", "b.py")),)
+    assert merged.files == {"a.py": "1", "b.py": "2"}
+
+
+def test_loaded_files_are_those_of_modules(tried_plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = LoadedFiles(discover().record("tried"))
+    before = loaded.names()
+    (tried_plugin / "hp_tried" / "late.py").write_text("")
+    try:
+        late = LoadedFiles(discover().record("tried"))
+        spec = importlib.util.spec_from_file_location("another_name", tried_plugin / "hp_tried" / "late.py")
+        assert spec is not None
+        monkeypatch.setitem(sys.modules, "another_name", importlib.util.module_from_spec(spec))
+        monkeypatch.setitem(sys.modules, "no_module", None)
+        assert late.names() == sorted({*before, "hp_tried/late.py"})
+    finally:
+        (tried_plugin / "hp_tried" / "late.py").unlink()
+
+
 def test_code_of_core_that_a_plugin_contributes_is_part_of_its_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = discover().record("cuda")
     assert any(c.target.startswith("hardpoint.kernels.") for c in record.contributions)
-    before = content_of(record)
-    shutil.copytree(certificate._CORE, tmp_path / "hardpoint", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(certificate, "_CORE", tmp_path / "hardpoint")
-    assert content_of(record) == before
+    before = content_of(record).hash
+    shutil.copytree(content._CORE, tmp_path / "hardpoint", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(content, "_CORE", tmp_path / "hardpoint")
+    assert content_of(record).hash == before
     (tmp_path / "hardpoint" / "engine" / "more.py").touch()
-    assert content_of(record) == before
+    assert content_of(record).hash == before
     (tmp_path / "hardpoint" / "kernels" / "more.py").touch()
-    assert content_of(record) != before
+    assert content_of(record).hash != before
     shutil.rmtree(tmp_path / "hardpoint" / "kernels")
     with pytest.raises(PluginLoadError, match=r"cuda.*kernels"):
         content_of(record)

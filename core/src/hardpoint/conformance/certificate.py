@@ -5,9 +5,9 @@ Its compact form has counts, reasons and nearest errors for each check in place 
 contribution.
 Where a plugin contributes what stands in core, such as a portable kernel, core's package that it stands in is part of
 that content: tiles that were tuned later and written there, too, were not tried. It counts for a contribution if it was
-made by these rules or later ones, for the installed content, for the installed distributions that the contribution
-requires, for a device of the same architecture and with the same settings, if all shards are there, and if it proves
-the contribution (``proof.py``).
+made by these rules or later ones, for the contribution's installed sources (``content.py``), for the installed
+distributions that the contribution requires, for a device of the same architecture and with the same settings, if all
+shards are there, and if it proves the contribution (``proof.py``).
 
 Where they are looked for: in ``certificates/`` in the plugin's own package, where an author ships them (such a file is
 no part of the content that it speaks of, or none could name its hash), and in ``hardpoint-certificates/`` in the
@@ -25,16 +25,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from importlib_metadata import PackageNotFoundError, version
 from pydantic import ValidationError
 
-import hardpoint
+from hardpoint.conformance.content import SHIPPED_FOLDER, Content, Sources, content_of
 from hardpoint.conformance.plan import LEVELS, Level
-from hardpoint.conformance.proof import Asked, Proof, Tally, join, prove, tally
-from hardpoint.plugin_host.content_hash import hash_of, package_hashes
+from hardpoint.conformance.proof import Asked, Key, Proof, Tally, join, prove, tally
 from hardpoint.plugin_host.wrapped import Installed, Wrapped, required_by
 from hardpoint_plugin_api import API_VERSION, ConfigError, ConfigKey, ConfigValue, DeviceInfo, PluginLoadError, Reason
 
@@ -49,10 +48,6 @@ KIT_VERSION = 11
 """Raised when a check comes to ask for more than before, or a rule to refuse results that it took: a certificate by a
 stricter rule holds by a wider one."""
 
-_CORE = Path(hardpoint.__file__).parent
-
-SHIPPED_FOLDER = "certificates"
-"""In a plugin's package: certificates that its author ships."""
 OPERATOR_FOLDER = "hardpoint-certificates"
 """In the working directory: certificates of the operator's own."""
 
@@ -66,7 +61,8 @@ class Certificate:
     ``plugin`` holds name, distribution, version, content_hash, api and editable; ``device`` platform, name, arch, isa
     and driver; ``libraries`` versions. ``shards`` are the numbers that were run, of ``num_shards``. ``case_list`` is
     the digest of all cases of all shards; ``scope`` says which contributions were asked for, and ``asked`` what there
-    was to prove of them. ``wrapped`` are the distributions that they require, as they were installed.
+    was to prove of them. ``wrapped`` are the distributions that they require, as they were installed. ``sources`` are
+    those of each contribution, and ``files`` the SHA-256 of the files that count for any of them, by name.
 
     ``results`` are empty in the compact form, which has ``tallied`` alone; else ``tallied`` is empty.
     """
@@ -88,6 +84,8 @@ class Certificate:
     asked: tuple[Asked, ...] = ()
     wrapped: Mapping[str, Wrapped] = field(default_factory=dict)
     tallied: tuple[Tally, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    sources: tuple[Sources, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -122,6 +120,12 @@ class Certificate:
         proof = self.proof_of(family, of, name)
         return proof is not None and proof.verdict == "proved"
 
+    def speaks_of(self, key: Key, content: Content) -> bool:
+        """Whether a contribution was tried with the sources that it has in the installed ``content``."""
+        if self.plugin["content_hash"] == content.hash:
+            return True
+        return any(one.key == key and content.has(one, self.files) for one in self.sources)
+
     def compact(self) -> Certificate:
         """The same without its cases: small enough to be shipped in a plugin's package."""
         return replace(self, results=(), tallied=self.tallies)
@@ -150,6 +154,8 @@ class Certificate:
             "case_list": self.case_list,
             "summary": dict(sorted(self.outcomes.items())),
             "wrapped": {name: wrapped.to_json() for name, wrapped in self.wrapped.items()},
+            "files": dict(self.files),
+            "sources": [one.to_json() for one in self.sources],
             "asked": [one.to_json() for one in self.asked],
             "proofs": [proof.to_json() for proof in self.proofs],
             **found,
@@ -191,6 +197,8 @@ def read_certificate(path: Path) -> Certificate:
             asked=tuple(map(Asked.from_json, data.get("asked", ()))),
             wrapped={name: Wrapped.from_json(name, entry) for name, entry in data.get("wrapped", {}).items()},
             tallied=tuple(map(Tally.from_json, data.get("checks", ()))),
+            files=data.get("files", {}),
+            sources=tuple(map(Sources.from_json, data.get("sources", ()))),
         )
     except OSError as error:
         raise ConfigError(f"certificate {path}: cannot be read: {error.strerror}") from error
@@ -227,52 +235,38 @@ def merge(certificates: Sequence[Certificate]) -> Certificate:
     if twice:
         raise ConfigError(f"shard {twice[0]} of {first.num_shards} is among them {Counter(numbers)[twice[0]]} times")
     ordered = sorted(certificates, key=lambda c: c.shards)
-    whole = replace(first, shards=tuple(sorted(numbers)), created=max(c.created for c in certificates))
+    whole = replace(
+        first,
+        shards=tuple(sorted(numbers)),
+        created=max(c.created for c in certificates),
+        files={name: digest for c in certificates for name, digest in c.files.items()},
+        sources=_joined([one for c in certificates for one in c.sources]),
+    )
     if any(c.tallied for c in certificates):
         return replace(whole, results=(), tallied=join([c.tallies for c in ordered]))
     return replace(whole, results=tuple(result for c in ordered for result in c.results))
 
 
-def describe_plugin(record: PluginRecord) -> dict[str, Any]:
-    """The plugin's entry in a certificate. Raises PluginLoadError where its files cannot be read."""
+def _joined(sources: Iterable[Sources]) -> tuple[Sources, ...]:
+    """The sources of each contribution in all shards."""
+    found: dict[Key, Sources] = {}
+    for one in sources:
+        known = found.get(one.key, one)
+        found[one.key] = replace(known, loaded=tuple(sorted({*known.loaded, *one.loaded})))
+    return tuple(found.values())
+
+
+def describe_plugin(record: PluginRecord, content: Content) -> dict[str, Any]:
+    """The plugin's entry in a certificate."""
     assert record.manifest is not None
     return {
         "name": record.name,
         "distribution": record.distribution,
         "version": record.version,
-        "content_hash": content_of(record),
+        "content_hash": content.hash,
         "api": str(record.manifest.api),
         "editable": record.editable,
     }
-
-
-def content_of(record: PluginRecord) -> str:
-    """The hash of the plugin's files, and of core's packages in which its contributions stand.
-
-    Certificates that it ships are left out: they cannot name a hash of themselves. Raises PluginLoadError where files
-    cannot be read.
-    """
-    folder = PurePosixPath(record.folder.name if record.folder else "", SHIPPED_FOLDER)
-
-    def is_certificate(name: str) -> bool:
-        path = PurePosixPath(name)
-        return path.parent == folder and path.suffix == ".json"
-
-    own = {name: digest for name, digest in record.file_hashes().items() if not is_certificate(name)}
-    return hash_of(own | _of_core(record))
-
-
-def _of_core(record: PluginRecord) -> dict[str, str]:
-    """The hashes of the files of core's packages that hold targets of another plugin's contributions."""
-    if record.is_core:
-        return {}
-    modules = [PurePosixPath(*c.target.partition(":")[0].split(".")) for c in record.contributions]
-    packages = {str(module.parent) for module in modules if module.parts[0] == _CORE.name}
-    try:
-        found = [package_hashes(_CORE.parent / package, package) for package in sorted(packages)]
-    except OSError as error:
-        raise PluginLoadError(f"a file of core that {record.title} contributes cannot be read: {error}") from error
-    return {name: digest for files in found for name, digest in files.items()}
 
 
 def library_versions(record: PluginRecord) -> dict[str, str]:
@@ -329,6 +323,7 @@ class Certificates:
         self._settings = config.plugin_config
         self._wrapped = Installed()
         self._by_plugin: dict[str, list[Certificate]] = {}
+        self._contents: dict[str, Content] = {}
 
     def standing(self, offer: Offer, device: DeviceInfo) -> Standing:
         """The best level that a certificate for the installed content, this architecture and these settings shows."""
@@ -342,6 +337,8 @@ class Certificates:
                 continue
             proof = certificate.proof_of(c.family, c.of, c.name)
             if proof is None or proof.verdict == "not here" or not self._has_settings(certificate, offer, device):
+                continue
+            if not certificate.speaks_of(proof.key, self._contents[record.name]):
                 continue
             if difference := self._other_library(offer, certificate):
                 best = best if best.level else replace(best, stale=difference)
@@ -415,25 +412,23 @@ class Certificates:
         return True
 
     def _of(self, record: PluginRecord) -> list[Certificate]:
+        """A plugin's certificates by this kit's rules; with any, its installed content is among ``_contents``."""
         if record.name not in self._by_plugin:
-            self._by_plugin[record.name] = list(self._matching(record))
+            found = self._all(self._paths(record))
+            own = [c for c in found if c.plugin["name"] == record.name and c.kit_version >= KIT_VERSION]
+            try:
+                if own:
+                    self._contents[record.name] = content_of(record)
+            except PluginLoadError:
+                own = []  # what cannot be hashed cannot be certified
+            self._by_plugin[record.name] = own
         return self._by_plugin[record.name]
 
-    def _matching(self, record: PluginRecord) -> Iterator[Certificate]:
+    def _paths(self, record: PluginRecord) -> Iterator[Path]:
         folders = [self._folder] if self._folder is not None else [Path(OPERATOR_FOLDER)]
         if self._folder is None and record.folder is not None:
             folders.append(record.folder / SHIPPED_FOLDER)
-        paths = [path for folder in folders for path in sorted(folder.glob("*.json"))]
-        if not paths:
-            return
-        try:
-            content = content_of(record)
-        except PluginLoadError:
-            return  # what cannot be hashed cannot be certified
-        for certificate in self._all(paths):
-            tried = certificate.plugin["name"], certificate.plugin["content_hash"]
-            if tried == (record.name, content) and certificate.kit_version >= KIT_VERSION:
-                yield certificate
+        return (path for folder in folders for path in sorted(folder.glob("*.json")))
 
     def _all(self, paths: Iterable[Path]) -> Iterator[Certificate]:
         for path in paths:

@@ -73,6 +73,16 @@ class AskedLine(_Strict):
     formats: list[str]
 
 
+class SourcesLine(_Strict):
+    """The sources of a contribution's results."""
+
+    family: str
+    of: str | None
+    name: str
+    entry: str
+    loaded: list[str]
+
+
 class WrappedLine(_Strict):
     """A distribution that contributions require."""
 
@@ -103,6 +113,8 @@ class CertificateFile(_Strict):
     checks: list[TallyLine] = []
     asked: list[AskedLine] = []
     wrapped: dict[str, WrappedLine] = {}
+    files: dict[str, str] = {}
+    sources: list[SourcesLine] = []
 
     @model_validator(mode="after")
     def _has_one_form(self) -> CertificateFile:

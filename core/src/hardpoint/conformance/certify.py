@@ -7,7 +7,8 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from hardpoint.config import EngineConfig
-from hardpoint.conformance.certificate import Certificate, content_of, describe_plugin, library_versions, now
+from hardpoint.conformance.certificate import Certificate, describe_plugin, library_versions, now
+from hardpoint.conformance.content import Sources, content_of
 from hardpoint.conformance.isolation import Listing, run
 from hardpoint.conformance.kit import Order, case_list_digest
 from hardpoint.conformance.plan import CASE_SECONDS
@@ -56,13 +57,15 @@ def certify(
     """
     check(plugins, order)
     record, watcher = order.record(plugins), watcher or Silent()
-    described, libraries = describe_plugin(record), library_versions(record)
+    content = content_of(record)
+    described, libraries = describe_plugin(record, content), library_versions(record)
     required = required_by(offer.contribution for offer in order.offers(plugins))
     wrapped = wrapped_by(required)
     device: Mapping[str, Any] = {}
     results: list[Result] = []
     listed: list[tuple[Contribution, Sequence[str]]] = []
     asked: list[Asked] = []
+    sources: list[Sources] = []
     with closing(run(plugins, order, isolated=isolated, seconds=seconds, jobs=jobs)) as contributions:
         first = 0
         for runner, listing, found in contributions:
@@ -74,7 +77,8 @@ def certify(
             for result in found:
                 results.append(result)
                 watcher.found(runner.offer, result)
-    if content_of(record) != described["content_hash"]:
+            sources.append(content.sources(listing.asked.key, runner.loaded()))
+    if content_of(record).hash != content.hash:
         raise PluginLoadError(f"plugin {record.title} changed while it was tried: nothing is certified; run it again")
     if difference := Installed().difference(required, wrapped):
         raise PluginLoadError(f"a library changed while {record.title} was tried: nothing is certified: {difference}")
@@ -93,6 +97,8 @@ def certify(
         libraries=libraries,
         asked=tuple(asked),
         wrapped=wrapped,
+        files=content.of(sources),
+        sources=tuple(sources),
     )
 
 

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from threading import Condition
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hardpoint.conformance.content import LoadedFiles
 from hardpoint.conformance.kit import WHOLE, Order, platforms_for
 from hardpoint.conformance.plan import CASE_SECONDS, CoveringArrays, Plan
 from hardpoint.conformance.processes import DeathError, Nursery, TrialProcess
@@ -63,6 +64,10 @@ class Runner(Protocol):
         """Run one case."""
         ...
 
+    def loaded(self) -> frozenset[str]:
+        """The Python files of the plugin's content that the trials so far loaded, by name."""
+        ...
+
     def close(self) -> None:
         """End what was started."""
         ...
@@ -94,6 +99,10 @@ class InProcess:
         """See Runner."""
         yield from self._bench.run(case)
 
+    def loaded(self) -> frozenset[str]:
+        """See Runner. What other contributions loaded before counts, too."""
+        return frozenset(LoadedFiles(self._plugins.record(self._order.plugin)).names())
+
     def close(self) -> None:
         """Do nothing: no process runs."""
 
@@ -107,6 +116,7 @@ class _Known:
 
     listing: Listing | None = None
     deaths: int = 0
+    loaded: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -150,11 +160,18 @@ class Isolated:
         try:
             process = self._process or self._start()
             for answer in process.ask(case, self.seconds):
-                yield Result.from_json(answer)
+                if "result" in answer:
+                    yield Result.from_json(answer["result"])
+                else:
+                    self._known.loaded.update(answer["loaded"])
         except DeathError as death:
             self._known.deaths += 1
             self.close()
             yield self._failed(case, "process", death)
+
+    def loaded(self) -> frozenset[str]:
+        """See Runner."""
+        return frozenset(self._known.loaded)
 
     def close(self) -> None:
         """End the process."""
@@ -187,6 +204,7 @@ class Isolated:
         if "error" in first:
             self.close()
             raise DeathError("load", first["error"])
+        self._known.loaded.update(first["loaded"])
         unfit = Result.from_json(first["unfit"]) if first["unfit"] else None
         if self._known.listing is None:
             asked = Asked.from_json(first["asked"])

@@ -108,15 +108,15 @@ class TrialProcess:
         self._buffer, self._is_closed = b"", False
 
     def ask(self, case: str, seconds: float) -> Iterator[Mapping[str, Any]]:
-        """Have one case run; yields its results as plain data. Raises DeathError."""
+        """Have one case run; yields the answers: its results as plain data, then ``done``. Raises DeathError."""
         with suppress(BrokenPipeError):  # it died since; reading says how
             os.write(self._ask, (json.dumps({"case": case, "seconds": seconds}) + "\n").encode())
         deadline = time.monotonic() + seconds
         while True:
             answer = self.read(deadline - time.monotonic())
+            yield answer
             if "done" in answer:
                 return
-            yield answer["result"]
 
     def read(self, seconds: float) -> dict[str, Any]:
         """The next answer. Raises DeathError where none comes in time, or none will come."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hardpoint.conformance.content import LoadedFiles
 from hardpoint.conformance.generators import generator_for, why_not_tried
 from hardpoint.conformance.kit import WHOLE
 from hardpoint.conformance.plan import Level, Plan
@@ -123,6 +124,7 @@ def serve(order: Mapping[str, Any]) -> None:
     try:
         plugins = discover()
         offer = offer_of(plugins, order["plugin"], order["family"], order["of"], order["name"])
+        loaded = LoadedFiles(plugins.record(order["plugin"]))
         level: Level = order["level"]
         plan = Plan(level, order["seed"], dict(order["arrays"]))
         bench = Bench(plugins, offer, order["platforms"], plan, order["settings"])
@@ -138,6 +140,7 @@ def serve(order: Mapping[str, Any]) -> None:
         on_host=bench.on_host,
         asked=bench.asked.to_json(),
         arrays=plan.arrays,
+        loaded=loaded.names(),
     )
     with os.fdopen(order["questions"], encoding="utf-8") as questions:
         for line in questions:
@@ -147,7 +150,7 @@ def serve(order: Mapping[str, Any]) -> None:
             for result in bench.run(question["case"]):
                 answer(result=result.to_json())
             faulthandler.cancel_dump_traceback_later()
-            answer(done=question["case"])
+            answer(done=question["case"], loaded=loaded.names())
 
 
 def main(order: Mapping[str, Any]) -> None:

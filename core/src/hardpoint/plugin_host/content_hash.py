@@ -49,14 +49,24 @@ def file_hashes(distribution: Distribution) -> dict[str, str]:
     Raises PluginLoadError where a package cannot be found or a file cannot be read.
     """
     try:
-        files = dict(_files(distribution))
-        if not files:
-            raise PluginLoadError(f"{distribution.name} has no plugin files to hash; fix: {_reinstall(distribution)}")
-        return {name: file_hash(files[name]) for name in sorted(files, key=_encoded)}
+        return {name: file_hash(path) for name, path in content_files(distribution).items()}
     except OSError as error:
-        raise PluginLoadError(
-            f"a file of {distribution.name} cannot be read: {error}; fix: {_reinstall(distribution)}"
-        ) from error
+        raise _unreadable(distribution, error) from error
+
+
+def content_files(distribution: Distribution) -> dict[str, Path]:
+    """Return the path of each of the distribution's plugin files by its name, sorted. Raises as ``file_hashes``."""
+    try:
+        files = dict(_files(distribution))
+    except OSError as error:
+        raise _unreadable(distribution, error) from error
+    if not files:
+        raise PluginLoadError(f"{distribution.name} has no plugin files to hash; fix: {_reinstall(distribution)}")
+    return {name: files[name] for name in sorted(files, key=_encoded)}
+
+
+def _unreadable(distribution: Distribution, error: OSError) -> PluginLoadError:
+    return PluginLoadError(f"a file of {distribution.name} cannot be read: {error}; fix: {_reinstall(distribution)}")
 
 
 def package_hashes(folder: Path, name: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from importlib_metadata import Distribution
 
-from hardpoint.plugin_host.content_hash import file_hashes, hash_of
+from hardpoint.plugin_host.content_hash import content_files, file_hashes, hash_of
 from hardpoint_plugin_api import (
     FAMILIES,
     ApiVersion,
@@ -135,6 +135,13 @@ class PluginRecord:
 
     def file_hashes(self) -> dict[str, str]:
         """Return the SHA-256 of each of the plugin's files by its name; raises as ``content_hash`` does."""
+        return file_hashes(self._installed())
+
+    def files(self) -> dict[str, Path]:
+        """Return the path of each of the plugin's files by its name; raises as ``content_hash`` does."""
+        return content_files(self._installed())
+
+    def _installed(self) -> Distribution:
         if self.folder is None or self.installation is None:
             raise PluginLoadError(f"plugin {self.title} has no package folder to hash")
-        return file_hashes(self.installation)
+        return self.installation
