@@ -22,7 +22,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -52,9 +52,9 @@ class Content:
     that it includes. ``entries`` has the digest of each contribution's entry.
     """
 
-    files: Mapping[str, str]
-    manifests: frozenset[str]
-    entries: Mapping[Key, str]
+    files: Mapping[str, str] = field(repr=False)
+    manifests: frozenset[str] = field(repr=False)
+    entries: Mapping[Key, str] = field(repr=False)
 
     @cached_property
     def hash(self) -> str:
