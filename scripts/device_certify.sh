@@ -2,11 +2,11 @@
 # On a machine with accelerators: certify a plugin's kernels, in parts that its GPUs take from one list.
 #   scripts/device_run.sh bash scripts/device_certify.sh FOLDER cuda full attention op linear experts
 # Leaves FOLDER/FAMILY.json, and each part's certificate and report beside it. Parts whose certificates are in FOLDER
-# already are not run again, so that a list may be worked through in several sessions, as long as nothing is changed.
+# already are not run again, and a part that was ended goes on from its finished cases (FOLDER/*.cases), so that a list
+# may be worked through in several sessions with that folder, as long as nothing is changed.
 # Without accelerators the host takes all parts. Kernels that need several GPUs are run apart, with all of them in sight:
 # `hardpoint conform cuda --family communicator`, and `--family op --name cuda_flashinfer_allreduce`.
-# Override: PARTS of each family (as many as GPUs); LIMIT, seconds after which what runs is ended. Nothing is begun that
-# would not end by then, as far as the longest part before it tells.
+# Override: PARTS of each family (as many as GPUs); LIMIT, seconds after which runs are ended.
 set -um # what runs in the background is a job of its own, so that an interrupt ends it in good order
 
 if [ $# -lt 4 ]; then
@@ -41,14 +41,14 @@ next() { # takes the first line of the list, which nobody else has taken
 }
 
 work() { # on GPU $1, until the list or the time is at its end
-    local family number began longest=0
-    while [ $((SECONDS + longest)) -lt "$limit" ] && read -r family number < <(next); do
-        began=$SECONDS
+    local family number began part
+    while [ "$SECONDS" -lt "$limit" ] && read -r family number < <(next); do
+        began=$SECONDS part=$(place "$family" "$number")
         CUDA_VISIBLE_DEVICES=$1 timeout --signal INT --kill-after 10 $((limit - SECONDS)) \
             hardpoint conform "$plugin" --family "$family" --level "$level" --shard "$number/$parts" --jobs "$jobs" \
-            --json "$(place "$family" "$number").json" >"$(place "$family" "$number").txt" 2>&1
-        echo "$family $number/$parts: $((SECONDS - began)) s: $(grep 'checks passed' "$(place "$family" "$number").txt")"
-        [ $((SECONDS - began)) -le "$longest" ] || longest=$((SECONDS - began))
+            --resume "$part.cases" --json "$part.json" >"$part.txt" 2>&1
+        echo "$family $number/$parts: $((SECONDS - began)) s: $(grep -e 'checks passed' -e 'interrupted' "$part.txt")"
+        [ ! -e "$part.json" ] || rm -f "$part.cases"
     done
 }
 

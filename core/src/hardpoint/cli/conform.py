@@ -112,6 +112,13 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
     metavar="FILE",
     help="File for a plugin's authors: what failed, what was not proved, and this machine's versions and devices.",
 )
+@click.option(
+    "--resume",
+    "resume_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="File that keeps each case as it finishes. A run that was ended goes on with the others.",
+)
 @click.option("--all", "everything", is_flag=True, help="Print every check of every case, and cut no table short.")
 @click.option("--in-process", is_flag=True, help="Run everything in this process, for a debugger.")
 @click.option(
@@ -131,6 +138,7 @@ def conform(
     json_file: str | None,
     compact: bool,
     report_file: str | None,
+    resume_file: Path | None,
     everything: bool,
     in_process: bool,
     jobs: int | None,
@@ -146,17 +154,22 @@ def conform(
     require_extra("conform", "hardpoint conform")
     from hardpoint.conformance.certify import certify
 
+    if resume_file is not None and in_process:
+        raise ConfigError("--resume and --in-process exclude one another: what a debugger runs is not kept")
     wanted, plugins = Order(plugin, **order), discover()
     _require_writable("--json", json_file)
     _require_writable("--report", report_file)
     try:
         with _Progress() as progress:
-            certificate = certify(plugins, wanted, progress, isolated=not in_process, seconds=timeout, jobs=jobs)
+            certificate = certify(
+                plugins, wanted, progress, isolated=not in_process, seconds=timeout, jobs=jobs, resume=resume_file
+            )
     except KeyboardInterrupt:
         if progress.results:
             _print_tallies(tally(progress.results), f"{plugin}, up to the interrupt")
             _print_failures(progress.results, everything)
-        click.echo("hardpoint: interrupted; nothing is certified", err=True)
+        kept = f"; the same command goes on from {resume_file}" if resume_file is not None else ""
+        click.echo(f"hardpoint: interrupted; nothing is certified{kept}", err=True)
         return 130
     written = certificate.compact() if compact else certificate
     if json_file == "-":
@@ -299,7 +312,8 @@ def _print(certificate: Certificate, everything: bool, *, is_kept: bool = True) 
 
 def _how_it_is_found(file: Path) -> str:
     """The flag that makes engines read a certificate; nothing for a folder that they read anyway."""
-    from hardpoint.conformance.certificate import OPERATOR_FOLDER, SHIPPED_FOLDER
+    from hardpoint.conformance.certificate import OPERATOR_FOLDER
+    from hardpoint.conformance.content import SHIPPED_FOLDER
 
     folder = file.resolve().parent
     if folder == Path(OPERATOR_FOLDER).resolve() or folder.name == SHIPPED_FOLDER:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any, Protocol
 
 from hardpoint.config import EngineConfig
-from hardpoint.conformance.certificate import Certificate, describe_plugin, library_versions, now
-from hardpoint.conformance.content import Sources, content_of
+from hardpoint.conformance.certificate import KIT_VERSION, Certificate, describe_plugin, library_versions, now
+from hardpoint.conformance.content import FileStamps, Sources, content_of
+from hardpoint.conformance.finished_cases import FinishedCases
 from hardpoint.conformance.isolation import Listing, run
 from hardpoint.conformance.kit import Order, case_list_digest
 from hardpoint.conformance.plan import CASE_SECONDS
 from hardpoint.conformance.proof import Asked
 from hardpoint.conformance.trials import Result
 from hardpoint.plugin_host import Offer, PluginSet
-from hardpoint.plugin_host.wrapped import Installed, required_by, wrapped_by
+from hardpoint.plugin_host.wrapped import Installed, Wrapped, required_by, wrapped_by
 from hardpoint_plugin_api import Contribution, PluginLoadError, UnknownNameError
 
 
@@ -47,8 +49,12 @@ def certify(
     isolated: bool = True,
     seconds: float = CASE_SECONDS,
     jobs: int | None = None,
+    resume: Path | None = None,
 ) -> Certificate:
     """Run ``order`` and return what came out, failures and all; ``jobs`` processes at once, see ``isolation.run``.
+
+    ``resume`` is a file that keeps the finished cases of an isolated run, which are not run again: see
+    ``finished_cases.py``. Raises ConfigError where it is of another run, or cannot be read or written.
 
     Raises UnknownNameError for a plugin, family, contribution, platform or setting that does not exist, ConfigError for
     a setting's bad value, and the plugin's own error where it cannot be used at all; then nothing has run. Raises
@@ -57,7 +63,7 @@ def certify(
     """
     check(plugins, order)
     record, watcher = order.record(plugins), watcher or Silent()
-    content = content_of(record)
+    stamps, content = FileStamps(record), content_of(record)
     described, libraries = describe_plugin(record, content), library_versions(record)
     required = required_by(offer.contribution for offer in order.offers(plugins))
     wrapped = wrapped_by(required)
@@ -66,7 +72,14 @@ def certify(
     listed: list[tuple[Contribution, Sequence[str]]] = []
     asked: list[Asked] = []
     sources: list[Sources] = []
-    with closing(run(plugins, order, isolated=isolated, seconds=seconds, jobs=jobs)) as contributions:
+    with ExitStack() as stack:
+        finished = None
+        if resume is not None and isolated:
+            made_of = _of_a_run(order, described, libraries, wrapped)
+            finished = stack.enter_context(FinishedCases(resume, made_of, stamps))
+        contributions = stack.enter_context(
+            closing(run(plugins, order, isolated=isolated, seconds=seconds, jobs=jobs, finished=finished))
+        )
         first = 0
         for runner, listing, found in contributions:
             watcher.begins(runner.offer, listing, len(list(order.cases(listing.cases, first))))
@@ -100,6 +113,24 @@ def certify(
         files=content.of(sources),
         sources=tuple(sources),
     )
+
+
+def _of_a_run(
+    order: Order, plugin: Mapping[str, Any], libraries: Mapping[str, str], wrapped: Mapping[str, Wrapped]
+) -> dict[str, Any]:
+    """Everything but the device that decides what a run finds, as plain data."""
+    return {
+        "kit_version": KIT_VERSION,
+        "plugin": dict(plugin),
+        "libraries": dict(libraries),
+        "wrapped": {name: one.to_json() for name, one in wrapped.items()},
+        "level": order.level,
+        "seed": order.seed,
+        "shard": str(order.shard),
+        "scope": [order.family, order.name, order.case],
+        "platform": order.platform,
+        "settings": {name: dict(keys) for name, keys in order.settings.items()},
+    }
 
 
 def check(plugins: PluginSet, order: Order) -> None:

@@ -159,6 +159,29 @@ def _digest(record: PluginRecord, contribution: Contribution) -> str:
     return hashlib.sha256(f"{contribution!r}\0{record.manifest.config!r}".encode()).hexdigest()[:_DIGITS]
 
 
+class FileStamps:
+    """Notices changes to the files of a plugin's content at the cost of a ``stat`` for each."""
+
+    def __init__(self, record: PluginRecord) -> None:
+        """Raises PluginLoadError where the content cannot be listed."""
+        self._record, self._stamps = record, _stamps(record)
+
+    def have_changed(self) -> bool:
+        """Whether a file has been written, replaced, added or taken away since this was made."""
+        try:
+            return _stamps(self._record) != self._stamps
+        except PluginLoadError:
+            return True
+
+
+def _stamps(record: PluginRecord) -> dict[str, tuple[int, int, int]]:
+    try:
+        found = {name: path.stat() for name, path in _paths(record).items()}
+    except OSError as error:
+        raise PluginLoadError(f"a file of {record.title} cannot be read: {error}") from error
+    return {name: (one.st_mtime_ns, one.st_size, one.st_ino) for name, one in found.items()}
+
+
 class LoadedFiles:
     """The Python files of a plugin's content that this process has loaded as modules, by their names."""
 

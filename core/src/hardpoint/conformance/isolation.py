@@ -22,13 +22,14 @@ from hardpoint.conformance.content import LoadedFiles
 from hardpoint.conformance.kit import WHOLE, Order, platforms_for
 from hardpoint.conformance.plan import CASE_SECONDS, CoveringArrays, Plan
 from hardpoint.conformance.processes import DeathError, Nursery, TrialProcess
-from hardpoint.conformance.proof import Asked, asked_of
+from hardpoint.conformance.proof import Asked, Key, asked_of
 from hardpoint.conformance.trials import Result
 from hardpoint.ops.comparison import Fault
 from hardpoint.platforms.host import available_cores
 from hardpoint.plugin_host import Offer, PluginSet
 
 if TYPE_CHECKING:
+    from hardpoint.conformance.finished_cases import FinishedCases
     from hardpoint.conformance.worker import Bench
 
 START_SECONDS = 300.0
@@ -124,7 +125,8 @@ class Isolated:
     """Runs trials in a process of its own, which is started when it is first needed, and again after each death.
 
     Trials run on the first of ``platforms`` that is present; None means the engine's choice.
-    ``threads`` are those that the host's part of trials on a device may use in it; None: torch's default.
+    ``threads`` are those that the host's part of trials on a device may use in it; None: torch's default. ``finished``
+    keeps cases as they finish, and has those of earlier runs, which are not run again.
     """
 
     nursery: Nursery
@@ -133,6 +135,7 @@ class Isolated:
     platforms: Sequence[str | None]
     seconds: float = CASE_SECONDS
     threads: int | None = None
+    finished: FinishedCases | None = None
     _process: TrialProcess | None = None
     _known: _Known = field(default_factory=_Known)
 
@@ -153,17 +156,24 @@ class Isolated:
 
     def run(self, case: str) -> Iterator[Result]:
         """See Runner."""
+        if self.finished is not None and (found := self.finished.results_of(self._key, case, self.list().device)):
+            yield from found
+            return
         if self._known.deaths >= _MOST_DEATHS:
             fault = DeathError("not-run", f"the process died {_MOST_DEATHS} times before; the rest is not tried")
             yield self._failed(case, "process", fault)
             return
         try:
             process = self._process or self._start()
+            results = list[Result]()
             for answer in process.ask(case, self.seconds):
-                if "result" in answer:
-                    yield Result.from_json(answer["result"])
-                else:
+                if "done" in answer:
                     self._known.loaded.update(answer["loaded"])
+                    if self.finished is not None:
+                        self.finished.add(self._key, case, self.list().device, results, answer["loaded"])
+                    return
+                results.append(Result.from_json(answer["result"]))
+                yield results[-1]
         except DeathError as death:
             self._known.deaths += 1
             self.close()
@@ -171,7 +181,13 @@ class Isolated:
 
     def loaded(self) -> frozenset[str]:
         """See Runner."""
-        return frozenset(self._known.loaded)
+        earlier = self.finished.loaded_by(self._key) if self.finished is not None else frozenset()
+        return frozenset(self._known.loaded) | earlier
+
+    @property
+    def _key(self) -> Key:
+        c = self.offer.contribution
+        return c.family, c.of, c.name
 
     def close(self) -> None:
         """End the process."""
@@ -218,13 +234,20 @@ class Isolated:
 
 
 def run(
-    plugins: PluginSet, order: Order, *, isolated: bool = True, seconds: float = CASE_SECONDS, jobs: int | None = None
+    plugins: PluginSet,
+    order: Order,
+    *,
+    isolated: bool = True,
+    seconds: float = CASE_SECONDS,
+    jobs: int | None = None,
+    finished: FinishedCases | None = None,
 ) -> Generator[tuple[Runner, Listing, Iterator[Result]]]:
     """Yield each contribution of the order with its listing and its results; closed early, it ends what runs.
 
     Each result has to be read before the next contribution is asked for. ``jobs`` processes try cases at once: by
     default as many as there are cores where trials run on the host, and one where they run on a device, whose memory is
-    measured. Raises UnknownNameError and the plugin's own error before anything is run.
+    measured. Cases that are ``finished`` are not run again; that is for isolated runs. Raises UnknownNameError and the
+    plugin's own error before anything is run.
     """
     offers = order.offers(plugins)
     platforms = platforms_for(plugins, offers, order.platform)
@@ -233,7 +256,7 @@ def run(
         return
     with closing(Nursery()) as nursery:
         threads = max(1, available_cores() // jobs) if jobs else None
-        runners = [Isolated(nursery, order, offer, platforms, seconds, threads) for offer in offers]
+        runners = [Isolated(nursery, order, offer, platforms, seconds, threads, finished) for offer in offers]
         try:
             if (jobs or _jobs(runners)) == 1:
                 yield from _one_by_one(runners, order)

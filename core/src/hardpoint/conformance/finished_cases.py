@@ -1,0 +1,169 @@
+"""Finished cases of a run of the kit, in a file: a run that was ended goes on with the others.
+
+The file has a line of JSON for the run, and behind it one for each case, in the order in which cases finished:
+
+    {"run": {"plugin": {...}, "level": "full", ...}}
+    {"key": ["linear", null, "acme_gemm"], "case": "float32/odd", "device": {...}, "loaded": [...], "results": [...]}
+
+A line is written at once when its case has ended. One that a crash cut short is dropped. A case in which the process
+died or ran out of time is not kept: the next run tries it again. Nor is one that finished after a file of the plugin
+had changed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hardpoint.conformance.certificate_file import Line
+from hardpoint.conformance.content import FileStamps
+from hardpoint.conformance.proof import Key
+from hardpoint.conformance.trials import Result
+from hardpoint_plugin_api import ConfigError
+
+
+class _Case(BaseModel):
+    """One line of the file behind the first."""
+
+    key: tuple[str, str | None, str]
+    case: str
+    device: dict[str, str | None]
+    loaded: list[str]
+    results: list[Line]
+
+
+class FinishedCases:
+    """The finished cases of one run; several threads may read and add. To be closed."""
+
+    def __init__(self, path: Path, run: Mapping[str, Any], stamps: FileStamps) -> None:
+        """Read the file at ``path``, or make it. ``run`` is plain data that says which run it is, ``stamps`` are those
+        of the plugin's files as the run found them.
+
+        Raises ConfigError where the file is of another run, is none of these, cannot be read or written, or where
+        another process has it open.
+        """
+        self._path, self._stamps = path, stamps
+        self._results: dict[tuple[Key, str], list[Result]] = {}
+        self._device: Mapping[str, Any] | None = None
+        self._loaded: dict[Key, set[str]] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a+b")  # noqa: SIM115  # closed by ``close``
+        except OSError as error:
+            raise ConfigError(f"--resume {path}: cannot be opened: {error.strerror}") from error
+        try:
+            self._lock()
+            self._read(json.loads(json.dumps(run)))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            raise ConfigError(f"--resume {self._path}: is no regular file")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"--resume {self._path}: another run writes to it; wait for its end, or name another file"
+            ) from error
+
+    def _read(self, run: Mapping[str, Any]) -> None:
+        self._file.seek(0)
+        text = self._file.read()
+        whole, _, cut = text.rpartition(b"\n")
+        if cut:
+            self._file.truncate(len(text) - len(cut))
+        if not whole:
+            self._append({"run": run})
+            return
+        first, *lines = whole.split(b"\n")
+        self._compare(first, run)
+        for number, line in enumerate(lines, 2):
+            try:
+                one = _Case.model_validate_json(line)
+            except ValidationError as error:
+                raise ConfigError(
+                    f"--resume {self._path}: line {number} is no finished case; delete the file"
+                ) from error
+            self._device = one.device
+            self._keep(one.key, one.case, map(Result.from_json, json.loads(line)["results"]), one.loaded)
+
+    def _compare(self, first: bytes, run: Mapping[str, Any]) -> None:
+        try:
+            found = json.loads(first)["run"].items()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"--resume {self._path}: is no file of finished cases; name one that does not exist"
+            ) from error
+        for what, theirs in found:
+            if theirs != run.get(what):
+                raise self._is_of_another_run(what, theirs, run.get(what))
+
+    def _is_of_another_run(self, what: str, there: object, here: object) -> ConfigError:
+        return ConfigError(
+            f"--resume {self._path}: is of another run: {what} is {there!r} there and {here!r} here; delete it, or "
+            "name another file"
+        )
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def results_of(self, key: Key, case: str, device: Mapping[str, Any]) -> Sequence[Result] | None:
+        """The results of a case; None where it has not finished. Raises ConfigError where those in the file are of
+        another device."""
+        found = self._results.get((key, case))
+        if found is not None and self._device != device:
+            raise self._is_of_another_run("device", self._device, device)
+        return found
+
+    def loaded_by(self, key: Key) -> frozenset[str]:
+        """The files that the finished cases of a contribution loaded."""
+        return frozenset(self._loaded.get(key, ()))
+
+    def add(
+        self, key: Key, case: str, device: Mapping[str, Any], results: Sequence[Result], loaded: Iterable[str]
+    ) -> None:
+        """Keep a case that has ended, and the files that its process loaded, unless the plugin's files have changed.
+
+        Raises ConfigError where it cannot be written.
+        """
+        if self._stamps.have_changed():
+            return
+        self._device, names = device, sorted(loaded)
+        self._keep(key, case, results, names)
+        found = [result.to_json() for result in results]
+        self._append({"key": key, "case": case, "device": dict(device), "loaded": names, "results": found})
+
+    def _keep(self, key: Key, case: str, results: Iterable[Result], loaded: Iterable[str]) -> None:
+        self._results[key, case] = list(results)
+        self._loaded.setdefault(key, set()).update(loaded)
+
+    def _append(self, data: Mapping[str, Any]) -> None:
+        line = json.dumps(data).encode() + b"\n"
+        try:
+            written = os.write(self._file.fileno(), line)  # at the end, and in one piece
+        except OSError as error:
+            raise ConfigError(f"--resume {self._path}: cannot be written: {error.strerror}") from error
+        if written != len(line):
+            raise ConfigError(f"--resume {self._path}: cannot be written: the disk is full")
+
+    def close(self) -> None:
+        """Let other runs have the file."""
+        self._file.close()
+
+    def __enter__(self) -> FinishedCases:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,189 @@
+"""A run of the kit that was ended goes on from the file of its finished cases."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint.cli.main import run as hardpoint
+from hardpoint.conformance.certificate import Certificate
+from hardpoint.conformance.certify import Silent, certify
+from hardpoint.conformance.content import FileStamps
+from hardpoint.conformance.finished_cases import FinishedCases
+from hardpoint.conformance.kit import Order, Shard
+from hardpoint.conformance.processes import TrialProcess
+from hardpoint.conformance.trials import Result
+from hardpoint.plugin_host import Offer, discover
+from hardpoint_plugin_api import ConfigError
+
+KEY = ("op", "rms_norm", "tried_right")
+DEVICE = {"platform": "cpu", "name": "a CPU", "arch": "x86_64", "isa": None, "driver": None}
+ONE = Result(*KEY, "float32/odd", "values", "passed", measured={"peak": (0.5, 4.0)}, compared=3, claims=("dtype f",))
+
+
+class Interrupting(Silent):
+    """Interrupts a run after a number of results, as Ctrl-C does."""
+
+    def __init__(self, after: int) -> None:
+        self._left = after
+
+    def found(self, offer: Offer, result: Result) -> None:
+        self._left -= 1
+        if not self._left:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The cases that processes were asked to run."""
+    cases, ask = list[str](), TrialProcess.ask
+
+    def noted(self: TrialProcess, case: str, seconds: float) -> Iterator[Mapping[str, Any]]:
+        cases.append(case)
+        return ask(self, case, seconds)
+
+    monkeypatch.setattr(TrialProcess, "ask", noted)
+    return cases
+
+
+def run(file: Path, after: int = 10**9, name: str = "right", **changes: Any) -> Certificate:
+    changes.setdefault("settings", {"cpu": {"threads": 1}})
+    order = Order("tried", name=f"tried_{name}", case="float32/*")
+    return certify(discover(), replace(order, **changes), Interrupting(after), jobs=2, resume=file)
+
+
+def test_a_run_that_was_ended_goes_on(tried_plugin: Path, tmp_path: Path, asked: list[str]) -> None:
+    file, whole = tmp_path / "new" / "finished.jsonl", run(tmp_path / "whole.jsonl")
+    everything = asked.copy()
+    asked.clear()
+    with pytest.raises(KeyboardInterrupt):
+        run(file, after=40)
+    kept = [json.loads(line)["case"] for line in file.read_text().splitlines()[1:]]
+    assert len(set(kept)) == len(kept)
+    assert 0 < len(kept) < len(everything)
+    file.write_bytes(file.read_bytes() + b'{"key": ["op", "rms_n')  # it was killed while it wrote
+    asked.clear()
+    resumed = run(file)
+    assert sorted(asked) == sorted(set(everything) - set(kept))
+    assert [r.to_json() for r in resumed.results] == [r.to_json() for r in whole.results]
+    assert (resumed.sources, resumed.case_list, resumed.device) == (whole.sources, whole.case_list, whole.device)
+    asked.clear()
+    assert run(file).results == resumed.results
+    assert not asked
+
+
+def test_a_case_that_ended_its_process_is_tried_again(tried_plugin: Path, tmp_path: Path, asked: list[str]) -> None:
+    file = tmp_path / "finished.jsonl"
+    for _ in range(2):
+        asked.clear()
+        found = run(file, name="crashes")
+        assert [(r.case, r.check) for r in found.results if r.outcome == "failed"] == [("float32/odd", "process")]
+    assert asked == ["float32/odd"]
+
+
+def test_a_file_of_another_run_is_refused(tried_plugin: Path, tmp_path: Path) -> None:
+    file = tmp_path / "finished.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run(file, after=5)
+    before = file.read_text()
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"seed": 7}, "seed is 0 there and 7 here"),
+        ({"name": "wrong"}, "scope is"),
+        ({"level": "full"}, "level is"),
+        ({"shard": Shard(1, 2)}, "shard is '1/1' there and '1/2' here"),
+        ({"settings": {"cpu": {"threads": 2}}}, "settings is"),
+    ]
+    for change, what in changes:
+        with pytest.raises(ConfigError, match=rf"--resume .*finished.jsonl: is of another run: {what}.*delete it"):
+            run(file, **change)
+    assert file.read_text() == before
+
+
+def opened(file: Path, **run: Any) -> FinishedCases:
+    return FinishedCases(file, {"level": "quick", **run}, FileStamps(discover().record("tried")))
+
+
+def test_results_are_read_as_they_were_written(tried_plugin: Path, tmp_path: Path) -> None:
+    file = tmp_path / "finished.jsonl"
+    with opened(file) as finished:
+        assert finished.results_of(KEY, ONE.case, DEVICE) is None
+        finished.add(KEY, ONE.case, DEVICE, [ONE], {"hp_tried/kernels.py"})
+        finished.add(KEY, "other", DEVICE, [], {"hp_tried/__init__.py"})
+    with opened(file) as finished:
+        assert len(finished) == 2
+        assert finished.results_of(KEY, ONE.case, DEVICE) == [ONE]
+        assert finished.loaded_by(KEY) == {"hp_tried/kernels.py", "hp_tried/__init__.py"}
+        with pytest.raises(ConfigError, match="is of another run: device is"):
+            finished.results_of(KEY, ONE.case, {**DEVICE, "arch": "aarch64"})
+
+
+@pytest.mark.parametrize("text", ["hello\n", "[]\n", '{"run": 5}\n', '{"schema": 1}\n'])
+def test_a_file_of_something_else_is_left_alone(tried_plugin: Path, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "finished.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="is no file of finished cases"):
+        opened(file)
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", "nothing", '{"key": ["op"], "case": "c", "device": {}, "loaded": [], "results": []}']
+)
+def test_a_line_that_is_no_case_is_named(tried_plugin: Path, tmp_path: Path, line: str) -> None:
+    file = tmp_path / "finished.jsonl"
+    opened(file).close()
+    file.write_text(f"{file.read_text()}{line}\n")
+    with pytest.raises(ConfigError, match="line 2 is no finished case"):
+        opened(file)
+
+
+def test_a_file_is_one_runs_at_a_time(tried_plugin: Path, tmp_path: Path) -> None:
+    file = tmp_path / "finished.jsonl"
+    with opened(file), pytest.raises(ConfigError, match="another run writes to it"):
+        opened(file)
+    opened(file).close()
+    with pytest.raises(ConfigError, match=r"cannot be opened: Is a directory"):
+        opened(tmp_path)
+
+
+def test_a_full_disk_ends_the_run(tried_plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with opened(tmp_path / "finished.jsonl") as finished:
+        monkeypatch.setattr("hardpoint.conformance.finished_cases.os.write", full)
+        with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+            finished.add(KEY, ONE.case, DEVICE, [ONE], ())
+
+
+def test_a_device_is_no_file(tried_plugin: Path) -> None:
+    with pytest.raises(ConfigError, match="--resume /dev/zero: is no regular file"):
+        opened(Path("/dev/zero"))
+
+
+def test_cases_of_changed_files_are_not_kept(tried_plugin: Path, tmp_path: Path) -> None:
+    kernels, file = tried_plugin / "hp_tried" / "kernels.py", tmp_path / "finished.jsonl"
+    stamp = kernels.stat()
+    with opened(file) as finished:
+        os.utime(kernels)
+        try:
+            finished.add(KEY, ONE.case, DEVICE, [ONE], ())
+        finally:
+            os.utime(kernels, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+        assert not len(finished)
+        finished.add(KEY, ONE.case, DEVICE, [ONE], ())
+        assert len(finished) == 1
+
+
+def test_a_debuggers_run_keeps_nothing(tried_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "finished.jsonl"
+    assert hardpoint(["conform", "tried", "--in-process", "--resume", str(file)]) == 2
+    assert "--resume and --in-process exclude one another" in capsys.readouterr().err
+    assert not file.exists()
