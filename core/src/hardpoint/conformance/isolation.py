@@ -101,7 +101,7 @@ class InProcess:
         yield from self._bench.run(case)
 
     def loaded(self) -> frozenset[str]:
-        """See Runner. What other contributions loaded before counts, too."""
+        """See Runner. Modules that other contributions loaded before count, too."""
         return frozenset(LoadedFiles(self._plugins.record(self._order.plugin)).names())
 
     def close(self) -> None:
