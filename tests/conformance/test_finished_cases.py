@@ -15,7 +15,7 @@ import pytest
 from hardpoint.cli.main import run as hardpoint
 from hardpoint.conformance.certificate import Certificate
 from hardpoint.conformance.certify import Silent, certify
-from hardpoint.conformance.content import FileStamps
+from hardpoint.conformance.content import FileStamps, Loaded
 from hardpoint.conformance.finished_cases import FinishedCases
 from hardpoint.conformance.kit import Order, Shard
 from hardpoint.conformance.processes import TrialProcess
@@ -114,12 +114,13 @@ def test_results_are_read_as_they_were_written(tried_plugin: Path, tmp_path: Pat
     file = tmp_path / "finished.jsonl"
     with opened(file) as finished:
         assert finished.results_of(KEY, ONE.case, DEVICE) is None
-        finished.add(KEY, ONE.case, DEVICE, [ONE], {"hp_tried/kernels.py"})
-        finished.add(KEY, "other", DEVICE, [], {"hp_tried/__init__.py"})
+        finished.add(KEY, ONE.case, DEVICE, [ONE], Loaded(frozenset({"kernels.py"}), frozenset({"hp_tried.fast"})))
+        finished.add(KEY, "other", DEVICE, [], Loaded(frozenset({"plugin.py"})))
     with opened(file) as finished:
         assert len(finished) == 2
         assert finished.results_of(KEY, ONE.case, DEVICE) == [ONE]
-        assert finished.loaded_by(KEY) == {"hp_tried/kernels.py", "hp_tried/__init__.py"}
+        loaded = Loaded(frozenset({"kernels.py", "plugin.py"}), frozenset({"hp_tried.fast"}))
+        assert finished.loaded_by(KEY) == loaded
         with pytest.raises(ConfigError, match="is of another run: device is"):
             finished.results_of(KEY, ONE.case, {**DEVICE, "arch": "aarch64"})
 
@@ -160,7 +161,7 @@ def test_a_full_disk_ends_the_run(tried_plugin: Path, tmp_path: Path, monkeypatc
     with opened(tmp_path / "finished.jsonl") as finished:
         monkeypatch.setattr("hardpoint.conformance.finished_cases.os.write", full)
         with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
-            finished.add(KEY, ONE.case, DEVICE, [ONE], ())
+            finished.add(KEY, ONE.case, DEVICE, [ONE], Loaded())
 
 
 def test_a_device_is_no_file(tried_plugin: Path) -> None:
@@ -174,11 +175,11 @@ def test_cases_of_changed_files_are_not_kept(tried_plugin: Path, tmp_path: Path)
     with opened(file) as finished:
         os.utime(kernels)
         try:
-            finished.add(KEY, ONE.case, DEVICE, [ONE], ())
+            finished.add(KEY, ONE.case, DEVICE, [ONE], Loaded())
         finally:
             os.utime(kernels, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
         assert not len(finished)
-        finished.add(KEY, ONE.case, DEVICE, [ONE], ())
+        finished.add(KEY, ONE.case, DEVICE, [ONE], Loaded())
         assert len(finished) == 1
 
 

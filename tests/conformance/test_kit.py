@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +26,7 @@ from hardpoint.conformance.certificate import (
     read_certificate,
 )
 from hardpoint.conformance.certify import Silent, certify
-from hardpoint.conformance.content import LoadedFiles, content_of
+from hardpoint.conformance.content import content_of
 from hardpoint.conformance.kit import Order, Shard
 from hardpoint.conformance.plan import Level, Plan, covering_array
 from hardpoint.conformance.trials import Result
@@ -333,80 +331,6 @@ def test_a_shipped_certificate_is_found_and_changes_no_hash(tried_plugin: Path) 
     finally:
         shipped.unlink()
         shipped.parent.rmdir()
-
-
-@contextmanager
-def changed(path: Path, text: str) -> Iterator[None]:
-    before = path.read_text() if path.exists() else None
-    path.write_text(text)
-    try:
-        yield
-    finally:
-        path.unlink() if before is None else path.write_text(before)
-
-
-def test_a_certificate_counts_while_what_its_trials_loaded_stays(tried_plugin: Path, tmp_path: Path) -> None:
-    package = tried_plugin / "hp_tried"
-    kernels, manifest = package / "kernels.py", package / "hardpoint.toml"
-    certify(discover(), order("right"), jobs=2).write(tmp_path / "c.json")
-    (sources,) = read_certificate(tmp_path / "c.json").sources
-    assert (sources.key, set(sources.loaded) >= {"hp_tried/__init__.py", "hp_tried/kernels.py"}) == (
-        ("op", "rms_norm", "tried_right"),
-        True,
-    )
-    own, other = (f"tried_{name}" for name in ("right", "wrong"))
-    entries = manifest.read_text().split("[[contribution]]")
-
-    def with_requirement(name: str) -> str:
-        return "[[contribution]]".join(
-            e.replace('["float32"]', '["float32", "bfloat16"]') if f'"{name}"' in e else e for e in entries
-        )
-
-    def counts() -> bool:
-        return standing(discover(), "tried_right", tmp_path).startswith("quick, ")
-
-    for path, text, expected in (
-        (package / "unread.py", "", True),
-        (manifest, manifest.read_text() + "\n# more\n", True),
-        (manifest, with_requirement(other), True),
-        (manifest, with_requirement(own), False),
-        (manifest, manifest.read_text().replace("default = 1", "default = 2"), False),
-        (kernels, kernels.read_text() + "\n", False),
-        (package / "table.json", "{}", False),
-    ):
-        before = content_of(discover().record("tried")).hash
-        with changed(path, text):
-            assert content_of(discover().record("tried")).hash != before
-            assert counts() == expected, (path.name, text)
-        assert counts()
-
-
-def test_shards_loaded_what_any_of_them_did(tried_plugin: Path) -> None:
-    one, two = (certified("right", shard=Shard(i, 2)) for i in (1, 2))
-    (first,), (second,) = one.sources, two.sources
-    assert first == second
-    parts = [
-        replace(one, sources=(replace(first, loaded=("a.py",)),), files={"a.py": "1"}),
-        replace(two, sources=(replace(second, loaded=("b.py",)),), files={"b.py": "2"}),
-    ]
-    merged = merge(parts)
-    assert merged.sources == (replace(first, loaded=("a.py", "b.py")),)
-    assert merged.files == {"a.py": "1", "b.py": "2"}
-
-
-def test_loaded_files_are_those_of_modules(tried_plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = LoadedFiles(discover().record("tried"))
-    before = loaded.names()
-    (tried_plugin / "hp_tried" / "late.py").write_text("")
-    try:
-        late = LoadedFiles(discover().record("tried"))
-        spec = importlib.util.spec_from_file_location("another_name", tried_plugin / "hp_tried" / "late.py")
-        assert spec is not None
-        monkeypatch.setitem(sys.modules, "another_name", importlib.util.module_from_spec(spec))
-        monkeypatch.setitem(sys.modules, "no_module", None)
-        assert late.names() == sorted({*before, "hp_tried/late.py"})
-    finally:
-        (tried_plugin / "hp_tried" / "late.py").unlink()
 
 
 def test_code_of_core_that_a_plugin_contributes_is_part_of_its_content(

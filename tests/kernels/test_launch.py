@@ -129,20 +129,23 @@ def rows(*shape: int, far: bool = False) -> torch.Tensor:
     return place_far(x, x.device, 2**40) if far else x
 
 
-def call_of_states(name: str, far: bool) -> None:
-    """Call a kernel around a layer's state on two requests of one token, the rows of an input far apart or not."""
+def call_of_states(name: str, far: bool, other_far: bool = False) -> None:
+    """Call a kernel around a layer's state on two requests of one token, the rows of one input far apart or not, and
+    those of another."""
     states, two = torch.zeros(2, 4, 16, 16), torch.arange(2)
     starts, lengths = torch.arange(3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     match name:
         case "linear_recurrence_step":
             gates = torch.zeros(2, 4), torch.ones(2, 4), states, two, lengths
             rule: Any = {"scale": 1.0, "delta_rule": True, "normalize": True, "channel_decay": False}
-            recurrence.linear_recurrence_step(rows(4, 16, far=far), rows(4, 16), rows(4, 16), *gates, **rule)
+            others = rows(4, 16, far=other_far), rows(4, 16)
+            recurrence.linear_recurrence_step(rows(4, 16, far=far), *others, *gates, **rule)
         case "causal_conv":
             arrays = torch.randn(64, 4), None, torch.zeros(2, 3, 64), two, starts, lengths
             state_inputs.causal_conv(rows(64, far=far), *arrays, activation="silu")
         case "recurrence_gates":
-            state_inputs.recurrence_gates(rows(8), rows(8, far=far), torch.zeros(8), torch.zeros(8), low=0.0)
+            inputs = rows(8, far=other_far), rows(8, far=far), torch.zeros(8), torch.zeros(8)
+            state_inputs.recurrence_gates(*inputs, low=0.0)
         case _:
             x, weight = rows(4, 16), torch.ones(1, 16)
             state_inputs.gated_rms_norm(x, rows(64, far=far), weight, eps=1e-6, activation="silu", gate_first=False)
@@ -155,6 +158,9 @@ def test_a_key_tells_strides_of_64_bits(name: str, launchers: list[Variants], mo
         call_of_states(name, far)
     assert sum(launcher.launched_again for launcher in launchers) == 2
     assert sum(len(launcher.compiled) for launcher in launchers) == 2
+    if name in ("linear_recurrence_step", "recurrence_gates"):
+        call_of_states(name, far=False, other_far=True)
+        assert sum(len(launcher.compiled) for launcher in launchers) == 3
 
 
 def test_every_launcher_is_tried() -> None:

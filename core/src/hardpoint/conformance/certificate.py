@@ -24,7 +24,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,20 +241,20 @@ def merge(certificates: Sequence[Certificate]) -> Certificate:
         shards=tuple(sorted(numbers)),
         created=max(c.created for c in certificates),
         files={name: digest for c in certificates for name, digest in c.files.items()},
-        sources=_joined([one for c in certificates for one in c.sources]),
+        sources=_joined([c.sources for c in certificates]),
     )
     if any(c.tallied for c in certificates):
         return replace(whole, results=(), tallied=join([c.tallies for c in ordered]))
     return replace(whole, results=tuple(result for c in ordered for result in c.results))
 
 
-def _joined(sources: Iterable[Sources]) -> tuple[Sources, ...]:
-    """The sources of each contribution in all shards."""
-    found: dict[Key, Sources] = {}
-    for one in sources:
-        known = found.get(one.key, one)
-        found[one.key] = replace(known, loaded=tuple(sorted({*known.loaded, *one.loaded})))
-    return tuple(found.values())
+def _joined(shards: Sequence[Sequence[Sources]]) -> tuple[Sources, ...]:
+    """The sources of the contributions of which every shard knows them."""
+    known: dict[Key, list[Sources]] = {}
+    for one in (one for shard in shards for one in shard):
+        known.setdefault(one.key, []).append(one)
+    loaded = {key: reduce(or_, (one.loaded for one in found)) for key, found in known.items()}
+    return tuple(replace(known[key][0], loaded=all_) for key, all_ in loaded.items() if len(known[key]) == len(shards))
 
 
 def describe_plugin(record: PluginRecord, content: Content) -> dict[str, Any]:

@@ -81,6 +81,7 @@ class SourcesLine(_Strict):
     name: str
     entry: str
     loaded: list[str]
+    absent: list[str] = []
 
 
 class WrappedLine(_Strict):

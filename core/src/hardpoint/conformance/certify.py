@@ -90,7 +90,8 @@ def certify(
             for result in found:
                 results.append(result)
                 watcher.found(runner.offer, result)
-            sources.append(content.sources(listing.asked.key, runner.loaded()))
+            if (loaded := runner.loaded()) and (known := content.sources(listing.asked.key, loaded)):
+                sources.append(known)
     if content_of(record).hash != content.hash:
         raise PluginLoadError(f"plugin {record.title} changed while it was tried: nothing is certified; run it again")
     if difference := Installed().difference(required, wrapped):

@@ -4,11 +4,11 @@
 
 **Of one contribution.** Its results depend on some of them. A certificate keeps of each contribution (``Sources``):
 
-* the Python files that the processes of its trials loaded,
+* the Python files whose code ran in the processes of its trials, and the modules that were sought there in vain,
 * its entry in the manifest and the plugin's config keys, as a digest; entries of other contributions do not count.
 
 Files that are not Python, such as compiled libraries and tuning tables, count for every contribution: nothing tells
-which code reads them.
+which code reads them. Type stubs (``.pyi``, ``py.typed``) do not count.
 
 Example: a plugin has ``gemm.py`` and ``norm.py``. After an edit of ``norm.py`` the certificate counts for the norm no
 longer. It counts for the matrix product, unless that imports ``norm.py``.
@@ -40,8 +40,52 @@ SHIPPED_FOLDER = "certificates"
 """In a plugin's package: certificates that its author ships."""
 
 _CORE = Path(hardpoint.__file__).parent
-_PYTHON = ".py"
+_PYTHON, _PACKAGE = ".py", "__init__.py"
+_STUBS = (".pyi", "/py.typed")
 _DIGITS = 16
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What processes loaded of a plugin's content: the names of ``files`` whose code ran, and the names of modules that
+    were sought and are ``absent``."""
+
+    files: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
+
+    def __or__(self, other: Loaded) -> Loaded:
+        return Loaded(self.files | other.files, self.absent | other.absent)
+
+    def to_json(self) -> dict[str, list[str]]:
+        """Plain data."""
+        return {"files": sorted(self.files), "absent": sorted(self.absent)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Iterable[str]]) -> Loaded:
+        """Read what ``to_json`` wrote."""
+        return cls(frozenset(data["files"]), frozenset(data["absent"]))
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The sources of one contribution's results: the digest of its manifest's ``entry``, and what its trials
+    ``loaded``."""
+
+    key: Key
+    entry: str
+    loaded: Loaded
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        family, of, name = self.key
+        data = {"family": family, "of": of, "name": name, "entry": self.entry, "loaded": sorted(self.loaded.files)}
+        return {**data, "absent": sorted(self.loaded.absent)} if self.loaded.absent else data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Sources:
+        """Read what ``to_json`` wrote."""
+        loaded = Loaded(frozenset(data["loaded"]), frozenset(data.get("absent", ())))
+        return cls((data["family"], data["of"], data["name"]), data["entry"], loaded)
 
 
 @dataclass(frozen=True)
@@ -49,12 +93,13 @@ class Content:
     """A plugin's content as it is installed.
 
     ``files`` has the SHA-256 of each file by its name. ``manifests`` are the names of the manifest and of the files
-    that it includes. ``entries`` has the digest of each contribution's entry.
+    that it includes. ``entries`` has the digest of each contribution's entry, and ``targets`` the module of its target.
     """
 
     files: Mapping[str, str] = field(repr=False)
     manifests: frozenset[str] = field(repr=False)
     entries: Mapping[Key, str] = field(repr=False)
+    targets: Mapping[Key, str] = field(repr=False)
 
     @cached_property
     def hash(self) -> str:
@@ -64,44 +109,47 @@ class Content:
     @cached_property
     def always(self) -> Mapping[str, str]:
         """The files that count for every contribution."""
-        return {n: h for n, h in self.files.items() if not n.endswith(_PYTHON) and n not in self.manifests}
+        return _counting({name: digest for name, digest in self.files.items() if name not in self.manifests})
 
-    def sources(self, key: Key, loaded: frozenset[str]) -> Sources:
-        """The sources of a contribution whose trials loaded those files."""
-        return Sources(key, self.entries[key], tuple(sorted(loaded & self.files.keys() - self.always.keys())))
+    def sources(self, key: Key, loaded: Loaded) -> Sources | None:
+        """The sources of a contribution; None where ``loaded`` lacks its target's own file, and so is not all."""
+        target = self.targets[key]
+        if any(file in self.files and file not in loaded.files for file in _candidates(target)):
+            return None
+        return Sources(key, self.entries[key], loaded)
 
     def of(self, sources: Iterable[Sources]) -> Mapping[str, str]:
         """The files that a certificate with ``sources`` keeps."""
-        return {**self.always, **{name: self.files[name] for one in sources for name in one.loaded}}
+        return {**self.always, **{name: self.files[name] for one in sources for name in sorted(one.loaded.files)}}
 
     def has(self, sources: Sources, files: Mapping[str, str]) -> bool:
         """Whether a contribution's sources, with ``files`` of its certificate, are what is installed."""
-        always = {name: digest for name, digest in files.items() if not name.endswith(_PYTHON)}
+        loaded = sources.loaded
         return (
             self.entries.get(sources.key) == sources.entry
-            and always == self.always
-            and all(self.files.get(name, "") == files.get(name) for name in sources.loaded)
+            and _counting(files) == self.always
+            and bool(loaded.files)
+            and all(self.files.get(name, "") == files.get(name) for name in loaded.files)
+            and not any(self._hides(name, loaded) for name in loaded.files)
+            and not any(file in self.files for name in loaded.absent for file in _candidates(name))
         )
 
+    def _hides(self, name: str, loaded: Loaded) -> bool:
+        """Whether an installed package that was not loaded would be found in place of a loaded file, or around it."""
+        path = PurePosixPath(name)
+        around = [f"{folder}/{_PACKAGE}" for folder in path.parents if folder.parts]
+        return any(p in self.files and p not in loaded.files for p in (f"{path.with_suffix('')}/{_PACKAGE}", *around))
 
-@dataclass(frozen=True)
-class Sources:
-    """The sources of one contribution's results: the digest of its manifest's ``entry``, and the names of the Python
-    files that its trials ``loaded``."""
 
-    key: Key
-    entry: str
-    loaded: tuple[str, ...]
+def _counting(files: Mapping[str, str]) -> dict[str, str]:
+    """Those that are not Python, and no stubs either."""
+    return {name: digest for name, digest in files.items() if not name.endswith((_PYTHON, *_STUBS))}
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        family, of, name = self.key
-        return {"family": family, "of": of, "name": name, "entry": self.entry, "loaded": list(self.loaded)}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Sources:
-        """Read what ``to_json`` wrote."""
-        return cls((data["family"], data["of"], data["name"]), data["entry"], tuple(data["loaded"]))
+def _candidates(module: str) -> tuple[str, str]:
+    """The names of the files that a module may be in."""
+    path = module.replace(".", "/")
+    return f"{path}{_PYTHON}", f"{path}/{_PACKAGE}"
 
 
 def content_of(record: PluginRecord) -> Content:
@@ -116,18 +164,20 @@ def content_of(record: PluginRecord) -> Content:
         files,
         frozenset(name for name, path in paths.items() if os.path.realpath(path) in manifests),
         {(c.family, c.of, c.name): _digest(record, c) for c in record.contributions},
+        {(c.family, c.of, c.name): c.target.partition(":")[0] for c in record.contributions},
     )
 
 
 def _paths(record: PluginRecord) -> dict[str, Path]:
-    """The path of each file of the content by its name."""
-    folder = PurePosixPath(record.folder.name if record.folder else "", SHIPPED_FOLDER)
-    own = {name: path for name, path in record.files().items() if not _is_certificate(PurePosixPath(name), folder)}
-    return own | dict(_of_core(record))
+    """The path of each file of the content by its name, which is text that JSON can hold."""
+    own = {name: path for name, path in record.files().items() if not _is_certificate(PurePosixPath(name))}
+    both = own | dict(_of_core(record))
+    return {os.fsencode(name).decode("utf-8", "backslashreplace"): path for name, path in both.items()}
 
 
-def _is_certificate(path: PurePosixPath, folder: PurePosixPath) -> bool:
-    return path.parent == folder and path.suffix == ".json"
+def _is_certificate(path: PurePosixPath) -> bool:
+    """Whether a file is a certificate in the folder for them of a package."""
+    return len(path.parts) == 3 and path.parts[1] == SHIPPED_FOLDER and path.suffix == ".json"
 
 
 def _of_core(record: PluginRecord) -> Iterator[tuple[str, Path]]:
@@ -147,9 +197,8 @@ def _manifests(record: PluginRecord) -> frozenset[str]:
     """The real paths of the manifest, and of the files that it includes."""
     if record.folder is None:
         return frozenset()
-    manifest = record.folder / MANIFEST_NAME
-    source = str(manifest)
-    places = [file.place for file in included_files(parsed(manifest.read_text(encoding="utf-8"), source), source)]
+    source = str(record.folder / MANIFEST_NAME)
+    places = [file.place for file in included_files(parsed(Path(source).read_text(encoding="utf-8"), source), source)]
     return frozenset(map(os.path.realpath, (source, *places)))
 
 
@@ -183,23 +232,47 @@ def _stamps(record: PluginRecord) -> dict[str, tuple[int, int, int]]:
 
 
 class LoadedFiles:
-    """The Python files of a plugin's content that this process has loaded as modules, by their names."""
+    """Sees which Python files of a plugin's content this process runs, and which modules of it are sought in vain.
+
+    Python calls its audit hook before each module's code, also where that then fails, or takes itself out of
+    ``sys.modules``. A hook cannot be taken out again: this is for processes of trials alone.
+    """
 
     def __init__(self, record: PluginRecord) -> None:
         """Raises PluginLoadError where the content cannot be listed."""
-        self._names = {os.path.realpath(path): name for name, path in _paths(record).items()}
-        self._seen: set[str] = set()
-        self._found: set[str] = set()
+        self._names: dict[str, set[str]] = {}
+        for name, path in _paths(record).items():
+            self._names.setdefault(os.path.realpath(path), set()).add(name)  # several, where links lead to it
+        self._tops = {name.partition("/")[0] for names in self._names.values() for name in names}
+        self._places = {place for module in list(sys.modules.values()) if (place := _place(module)) is not None}
+        self._files: set[str] = set()
+        self._sought: set[str] = set()
+        sys.addaudithook(self._hear)
+        sys.meta_path.append(_LastFinder(self._sought))
 
-    def names(self) -> list[str]:
-        """Their names so far, sorted."""
-        for module in set(sys.modules) - self._seen:
-            self._seen.add(module)
-            place = _place(sys.modules.get(module))
-            name = self._names.get(os.path.realpath(place)) if place else None
-            if name is not None and name.endswith(_PYTHON):
-                self._found.add(name)
-        return sorted(self._found)
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "exec" and isinstance(place := getattr(args[0], "co_filename", None), str):
+            self._places.add(place)
+
+    def so_far(self) -> Loaded:
+        """Of all that has happened in this process."""
+        while self._places:
+            names = self._names.get(os.path.realpath(self._places.pop()), ())
+            self._files.update(name for name in names if name.endswith(_PYTHON))
+        own = {module for module in self._sought.copy() if module.partition(".")[0] in self._tops}
+        absent = frozenset(module for module in own if not self._files.intersection(_candidates(module)))
+        return Loaded(frozenset(self._files), absent)
+
+
+class _LastFinder:
+    """Finds nothing, and notes the names of modules that no finder before it has found."""
+
+    def __init__(self, sought: set[str]) -> None:
+        self._sought = sought
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """See importlib.abc.MetaPathFinder."""
+        self._sought.add(name)
 
 
 def _place(module: object) -> str | None:

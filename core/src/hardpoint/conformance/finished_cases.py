@@ -18,13 +18,14 @@ import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
 from hardpoint.conformance.certificate_file import Line
-from hardpoint.conformance.content import FileStamps
+from hardpoint.conformance.content import FileStamps, Loaded
 from hardpoint.conformance.proof import Key
 from hardpoint.conformance.trials import Result
 from hardpoint_plugin_api import ConfigError
@@ -36,7 +37,7 @@ class _Case(BaseModel):
     key: tuple[str, str | None, str]
     case: str
     device: dict[str, str | None]
-    loaded: list[str]
+    loaded: dict[Literal["files", "absent"], list[str]]
     results: list[Line]
 
 
@@ -50,23 +51,24 @@ class FinishedCases:
         Raises ConfigError where the file is of another run, is none of these, cannot be read or written, or where
         another process has it open.
         """
-        self._path, self._stamps = path, stamps
+        self._path, self._stamps, self._lock = path, stamps, Lock()
         self._results: dict[tuple[Key, str], list[Result]] = {}
         self._device: Mapping[str, Any] | None = None
-        self._loaded: dict[Key, set[str]] = {}
+        self._loaded: dict[Key, Loaded] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a+b")  # noqa: SIM115  # closed by ``close``
         except OSError as error:
             raise ConfigError(f"--resume {path}: cannot be opened: {error.strerror}") from error
         try:
-            self._lock()
+            self._have()
             self._read(json.loads(json.dumps(run)))
         except BaseException:
             self._file.close()
             raise
 
-    def _lock(self) -> None:
+    def _have(self) -> None:
+        """Keep other runs from the file."""
         if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
             raise ConfigError(f"--resume {self._path}: is no regular file")
         try:
@@ -95,7 +97,8 @@ class FinishedCases:
                     f"--resume {self._path}: line {number} is no finished case; delete the file"
                 ) from error
             self._device = one.device
-            self._keep(one.key, one.case, map(Result.from_json, json.loads(line)["results"]), one.loaded)
+            data = json.loads(line)
+            self._keep(one.key, one.case, map(Result.from_json, data["results"]), Loaded.from_json(data["loaded"]))
 
     def _compare(self, first: bytes, run: Mapping[str, Any]) -> None:
         try:
@@ -125,27 +128,26 @@ class FinishedCases:
             raise self._is_of_another_run("device", self._device, device)
         return found
 
-    def loaded_by(self, key: Key) -> frozenset[str]:
-        """The files that the finished cases of a contribution loaded."""
-        return frozenset(self._loaded.get(key, ()))
+    def loaded_by(self, key: Key) -> Loaded:
+        """What the finished cases of a contribution loaded."""
+        return self._loaded.get(key, Loaded())
 
-    def add(
-        self, key: Key, case: str, device: Mapping[str, Any], results: Sequence[Result], loaded: Iterable[str]
-    ) -> None:
-        """Keep a case that has ended, and the files that its process loaded, unless the plugin's files have changed.
+    def add(self, key: Key, case: str, device: Mapping[str, Any], results: Sequence[Result], loaded: Loaded) -> None:
+        """Keep a case that has ended, and what its process loaded, unless the plugin's files have changed.
 
         Raises ConfigError where it cannot be written.
         """
         if self._stamps.have_changed():
             return
-        self._device, names = device, sorted(loaded)
-        self._keep(key, case, results, names)
+        self._device = device
+        self._keep(key, case, results, loaded)
         found = [result.to_json() for result in results]
-        self._append({"key": key, "case": case, "device": dict(device), "loaded": names, "results": found})
+        self._append({"key": key, "case": case, "device": dict(device), "loaded": loaded.to_json(), "results": found})
 
-    def _keep(self, key: Key, case: str, results: Iterable[Result], loaded: Iterable[str]) -> None:
-        self._results[key, case] = list(results)
-        self._loaded.setdefault(key, set()).update(loaded)
+    def _keep(self, key: Key, case: str, results: Iterable[Result], loaded: Loaded) -> None:
+        with self._lock:
+            self._results[key, case] = list(results)
+            self._loaded[key] = self.loaded_by(key) | loaded
 
     def _append(self, data: Mapping[str, Any]) -> None:
         line = json.dumps(data).encode() + b"\n"

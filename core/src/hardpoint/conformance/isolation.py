@@ -15,10 +15,10 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from queue import SimpleQueue
-from threading import Condition
+from threading import Condition, Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hardpoint.conformance.content import LoadedFiles
+from hardpoint.conformance.content import Loaded
 from hardpoint.conformance.kit import WHOLE, Order, platforms_for
 from hardpoint.conformance.plan import CASE_SECONDS, CoveringArrays, Plan
 from hardpoint.conformance.processes import DeathError, Nursery, TrialProcess
@@ -65,8 +65,8 @@ class Runner(Protocol):
         """Run one case."""
         ...
 
-    def loaded(self) -> frozenset[str]:
-        """The Python files of the plugin's content that the trials so far loaded, by name."""
+    def loaded(self) -> Loaded | None:
+        """What the trials so far loaded of the plugin's content; None where that is not known."""
         ...
 
     def close(self) -> None:
@@ -100,9 +100,9 @@ class InProcess:
         """See Runner."""
         yield from self._bench.run(case)
 
-    def loaded(self) -> frozenset[str]:
-        """See Runner. Modules that other contributions loaded before count, too."""
-        return frozenset(LoadedFiles(self._plugins.record(self._order.plugin)).names())
+    def loaded(self) -> Loaded | None:
+        """See Runner. This process may have loaded modules before."""
+        return None
 
     def close(self) -> None:
         """Do nothing: no process runs."""
@@ -117,7 +117,8 @@ class _Known:
 
     listing: Listing | None = None
     deaths: int = 0
-    loaded: set[str] = field(default_factory=set)
+    lock: Lock = field(default_factory=Lock)
+    loaded: Loaded = field(default_factory=Loaded)
 
 
 @dataclass
@@ -168,9 +169,9 @@ class Isolated:
             results = list[Result]()
             for answer in process.ask(case, self.seconds):
                 if "done" in answer:
-                    self._known.loaded.update(answer["loaded"])
+                    loaded = self._know(answer)
                     if self.finished is not None:
-                        self.finished.add(self._key, case, self.list().device, results, answer["loaded"])
+                        self.finished.add(self._key, case, self.list().device, results, loaded)
                     return
                 results.append(Result.from_json(answer["result"]))
                 yield results[-1]
@@ -179,10 +180,17 @@ class Isolated:
             self.close()
             yield self._failed(case, "process", death)
 
-    def loaded(self) -> frozenset[str]:
+    def loaded(self) -> Loaded | None:
         """See Runner."""
-        earlier = self.finished.loaded_by(self._key) if self.finished is not None else frozenset()
-        return frozenset(self._known.loaded) | earlier
+        earlier = self.finished.loaded_by(self._key) if self.finished is not None else Loaded()
+        return self._known.loaded | earlier
+
+    def _know(self, answer: Mapping[str, Any]) -> Loaded:
+        """Take in what a process says that it has loaded."""
+        loaded = Loaded.from_json(answer["loaded"])
+        with self._known.lock:  # of several runners' threads
+            self._known.loaded |= loaded
+        return loaded
 
     @property
     def _key(self) -> Key:
@@ -220,7 +228,7 @@ class Isolated:
         if "error" in first:
             self.close()
             raise DeathError("load", first["error"])
-        self._known.loaded.update(first["loaded"])
+        self._know(first)
         unfit = Result.from_json(first["unfit"]) if first["unfit"] else None
         if self._known.listing is None:
             asked = Asked.from_json(first["asked"])

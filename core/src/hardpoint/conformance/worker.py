@@ -140,7 +140,7 @@ def serve(order: Mapping[str, Any]) -> None:
         on_host=bench.on_host,
         asked=bench.asked.to_json(),
         arrays=plan.arrays,
-        loaded=loaded.names(),
+        loaded=loaded.so_far().to_json(),
     )
     with os.fdopen(order["questions"], encoding="utf-8") as questions:
         for line in questions:
@@ -150,7 +150,7 @@ def serve(order: Mapping[str, Any]) -> None:
             for result in bench.run(question["case"]):
                 answer(result=result.to_json())
             faulthandler.cancel_dump_traceback_later()
-            answer(done=question["case"], loaded=loaded.names())
+            answer(done=question["case"], loaded=loaded.so_far().to_json())
 
 
 def main(order: Mapping[str, Any]) -> None:

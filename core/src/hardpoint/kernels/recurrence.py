@@ -228,7 +228,8 @@ def _launch(
     shape, rule = (heads, key_heads, key_size, value_size), (delta_rule, normalize, channel_decay)
     constants = *shape, *rule, in_chunks, products_of_floats(v.device.type), columns, rows
     placed = aligned(q, k, v, states, out)
-    key = (v.dtype, strides[3], are_short(*strides), starts is None, *constants, v.get_device()) if placed else None
+    kind = v.dtype, strides[3], *map(are_short, strides), starts is None
+    key = (*kind, *constants, v.get_device()) if placed else None
     per_token, per_request = (decay.contiguous(), beta.contiguous()), (pages.contiguous(), starts, lengths.contiguous())
     grid = pages.shape[0], heads, triton.cdiv(value_size, rows)
     _recurrence(key, grid, warps, q, k, v, *per_token, states, *per_request, out, *strides, scale, *constants)

@@ -238,7 +238,7 @@ def recurrence_gates(a: Tensor, b: Tensor | None, rate: Tensor, bias: Tensor, *,
     columns = triton.next_power_of_2(channels)
     block = min(triton.next_power_of_2(heads), max(1, 1024 // columns))
     strides = a.stride(0), 0 if b is None else b.stride(0)
-    kind = a.dtype, b is None, are_short(*strides), heads, channels, block, a.get_device()
+    kind = a.dtype, b is None, *map(are_short, strides), heads, channels, block, a.get_device()
     _gates(
         kind if aligned(a, b, decay, beta) else None,
         (tokens, triton.cdiv(heads, block), 1),

@@ -307,23 +307,34 @@ class StoreProbe:
         placed_slots = place(where.to(torch.int32), device)
         scales = static_scales() if self._row.get("static_scales") else (None,) * len(planes)
 
+        def written(slots: torch.Tensor) -> torch.Tensor:
+            """Of the cached slots, those that are written to, in the order of tokens."""
+            used = slots[slots != NULL_PAGE].long()
+            return torch.searchsorted(pages, used // block) * block + used % block
+
+        def parts(content: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """The slots that are written to, and the others: how the one are rounded says nothing of the other."""
+            flat, index = content.flatten(0, 1), index.to(content.device)
+            others = torch.ones(len(flat), dtype=torch.bool, device=flat.device).index_fill_(0, index, False)
+            return flat[index], flat[others]
+
         def state() -> Sequence[torch.Tensor]:
-            content = self.backend.layout.to_logical(views, pages.to(device))
-            return [_numbers(content[plane.name], plane) for plane in planes]
+            content, index = self.backend.layout.to_logical(views, pages.to(device)), written(placed_slots.cpu())
+            return [part for plane in planes for part in parts(_numbers(content[plane.name], plane), index)]
 
         def expect() -> Expected:
-            wanted = []
-            used = where[where != NULL_PAGE].long()
-            index = torch.searchsorted(pages, used // block) * block + used % block
+            wanted, index = [], written(where)
             for plane, x, scale in zip(planes, new, scales, strict=True):
-                before, stored = old[plane.name], x[: len(used)] if order is None else x[where != NULL_PAGE]
+                before, stored = old[plane.name], x[: len(index)] if order is None else x[where != NULL_PAGE]
                 contents = []
                 for values in _stored(stored, plane, scale):
                     content = before.flatten(0, 1).to(values.dtype)
                     content[index, ..., : x.shape[-1]] = values
                     content[index, ..., x.shape[-1] :] = 0
-                    contents.append(content.view(before.shape))
-                wanted.append(Expectation(_SAID.get(plane.name, plane.name), contents[0], contents[1]))
+                    contents.append(parts(content.view(before.shape), index))
+                name = _SAID.get(plane.name, plane.name)
+                for said, own, true in zip((name, f"{name} of other slots"), *contents, strict=True):
+                    wanted.append(Expectation(said, own, true))
             return Expected((), tuple(wanted))
 
         inputs = {**placed, "slot_mapping": placed_slots, **({"cache": buffer} if far != "cache" else {})}
