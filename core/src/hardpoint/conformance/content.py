@@ -47,8 +47,8 @@ _DIGITS = 16
 
 @dataclass(frozen=True)
 class Loaded:
-    """What processes loaded of a plugin's content: the names of ``files`` whose code ran, and the names of modules that
-    were sought and are ``absent``."""
+    """The part of a plugin's content that processes loaded: the names of ``files`` whose code ran, and the names of
+    modules that were sought and are ``absent``."""
 
     files: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
@@ -68,8 +68,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of one contribution's results: the digest of its manifest's ``entry``, and what its trials
-    ``loaded``."""
+    """The sources of one contribution's results: the digest of its manifest's ``entry``, and the content that its
+    trials ``loaded``."""
 
     key: Key
     entry: str
@@ -142,7 +142,7 @@ class Content:
 
 
 def _counting(files: Mapping[str, str]) -> dict[str, str]:
-    """Those that are not Python, and no stubs either."""
+    """The files among them that are neither Python nor stubs."""
     return {name: digest for name, digest in files.items() if not name.endswith((_PYTHON, *_STUBS))}
 
 

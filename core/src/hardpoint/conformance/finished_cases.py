@@ -129,11 +129,11 @@ class FinishedCases:
         return found
 
     def loaded_by(self, key: Key) -> Loaded:
-        """What the finished cases of a contribution loaded."""
+        """The content that the finished cases of a contribution loaded."""
         return self._loaded.get(key, Loaded())
 
     def add(self, key: Key, case: str, device: Mapping[str, Any], results: Sequence[Result], loaded: Loaded) -> None:
-        """Keep a case that has ended, and what its process loaded, unless the plugin's files have changed.
+        """Keep a case that has ended, and the content that its process loaded, unless the plugin's files have changed.
 
         Raises ConfigError where it cannot be written.
         """

@@ -66,7 +66,7 @@ class Runner(Protocol):
         ...
 
     def loaded(self) -> Loaded | None:
-        """What the trials so far loaded of the plugin's content; None where that is not known."""
+        """The part of the plugin's content that the trials so far loaded; None where that is not known."""
         ...
 
     def close(self) -> None:

@@ -199,7 +199,9 @@ class Drawn:
 class _Float32Experts(ReferenceExperts):
     """The reference, whose products are summed in float32 at least, and rounded once to the activations' dtype.
 
-    With a ``nudge``, the first product is off by as much as a kernel's may be, in another way for each number.
+    With a ``nudge``, each number of the first product is off by as much as a kernel's may be, upwards or downwards: in
+    nudges 1 and 2 in opposite directions, and so in 3 and 4. A number that lies that near to where its code changes has
+    the other code in one of the two.
     """
 
     nudge = 0
@@ -211,8 +213,8 @@ class _Float32Experts(ReferenceExperts):
             size = y.abs()
             if x.dtype == torch.float32:  # the error of a sum of n numbers grows with the root of n
                 size += size.mean(-1, keepdim=True) * (x.shape[1] ** 0.5 / 4)
-            drawn = torch.rand(y.shape, generator=torch.Generator().manual_seed(self.nudge))
-            y += torch.finfo(x.dtype).eps * size * (2 * drawn - 1)
+            upwards = torch.rand(y.shape, generator=torch.Generator().manual_seed((self.nudge + 1) // 2)) < 0.5
+            y += torch.finfo(x.dtype).eps * torch.where(upwards == (self.nudge % 2 == 1), size, -size)
         return y.to(x.dtype)
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
