@@ -125,13 +125,23 @@ def test_results_are_read_as_they_were_written(tried_plugin: Path, tmp_path: Pat
             finished.results_of(KEY, ONE.case, {**DEVICE, "arch": "aarch64"})
 
 
-@pytest.mark.parametrize("text", ["hello\n", "[]\n", '{"run": 5}\n', '{"schema": 1}\n'])
+@pytest.mark.parametrize("text", ["hello", "hello\n", "hello\nyou", "[]\n", '{"run": 5}\n{"', '{"schema": 1}\n'])
 def test_a_file_of_something_else_is_left_alone(tried_plugin: Path, tmp_path: Path, text: str) -> None:
     file = tmp_path / "finished.jsonl"
     file.write_text(text)
     with pytest.raises(ConfigError, match="is no file of finished cases"):
         opened(file)
     assert file.read_text() == text
+
+
+def test_a_first_line_that_was_cut_is_written_again(tried_plugin: Path, tmp_path: Path) -> None:
+    file = tmp_path / "finished.jsonl"
+    opened(file).close()
+    whole = file.read_text()
+    for cut in (0, 5, len(whole) - 1):
+        file.write_text(whole[:cut])
+        opened(file).close()
+        assert file.read_text() == whole
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def _manifests(record: PluginRecord) -> frozenset[str]:
 
 
 def _digest(record: PluginRecord, contribution: Contribution) -> str:
-    """Of a contribution's entry, and of the keys that configure the plugin."""
+    """The digest of a contribution's entry and of the keys that configure the plugin."""
     assert record.manifest is not None
     return hashlib.sha256(f"{contribution!r}\0{record.manifest.config!r}".encode()).hexdigest()[:_DIGITS]
 

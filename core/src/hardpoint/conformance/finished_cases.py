@@ -82,9 +82,10 @@ class FinishedCases:
         self._file.seek(0)
         text = self._file.read()
         whole, _, cut = text.rpartition(b"\n")
-        if cut:
-            self._file.truncate(len(text) - len(cut))
         if not whole:
+            if not _line({"run": run}).startswith(cut):
+                raise self._is_something_else()
+            self._file.truncate(0)
             self._append({"run": run})
             return
         first, *lines = whole.split(b"\n")
@@ -99,17 +100,20 @@ class FinishedCases:
             self._device = one.device
             data = json.loads(line)
             self._keep(one.key, one.case, map(Result.from_json, data["results"]), Loaded.from_json(data["loaded"]))
+        self._file.truncate(len(text) - len(cut))
 
     def _compare(self, first: bytes, run: Mapping[str, Any]) -> None:
         try:
-            found = json.loads(first)["run"].items()
+            found = json.loads(first)["run"]
+            theirs = {what: found.get(what) for what in run}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"--resume {self._path}: is no file of finished cases; name one that does not exist"
-            ) from error
-        for what, theirs in found:
-            if theirs != run.get(what):
-                raise self._is_of_another_run(what, theirs, run.get(what))
+            raise self._is_something_else() from error
+        for what, here in run.items():
+            if theirs[what] != here:
+                raise self._is_of_another_run(what, theirs[what], here)
+
+    def _is_something_else(self) -> ConfigError:
+        return ConfigError(f"--resume {self._path}: is no file of finished cases; name one that does not exist")
 
     def _is_of_another_run(self, what: str, there: object, here: object) -> ConfigError:
         return ConfigError(
@@ -150,7 +154,7 @@ class FinishedCases:
             self._loaded[key] = self.loaded_by(key) | loaded
 
     def _append(self, data: Mapping[str, Any]) -> None:
-        line = json.dumps(data).encode() + b"\n"
+        line = _line(data)
         try:
             written = os.write(self._file.fileno(), line)  # at the end, and in one piece
         except OSError as error:
@@ -169,3 +173,7 @@ class FinishedCases:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _line(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data).encode() + b"\n"
