@@ -144,8 +144,9 @@ def test_it_counts_for_what_was_tried(package: Path, certificate: Certificate) -
         f"hp_parts/{name}" for name in FILES.keys() | {"alias.py"} if name.endswith(".py") and name != "unread.py"
     }
     assert sources.loaded.absent == {"hp_parts.tuned", "hp_parts.sought"}
-    assert certificate.speaks_of(KEY, installed())
-    assert not certificate.speaks_of(("op", "rms_norm", "other"), replace(installed(), files={}))
+    assert certificate.plugin["packages"] == ["hp_parts"]
+    assert certificate.difference(KEY, installed()) is None
+    assert certificate.difference(("op", "rms_norm", "other"), replace(installed(), files={})) is not None
 
 
 VOIDING = ("kernel.py", "helper.py", "itself.py", "broken.py", "gone.py", "by_path.py", "alias.py", "space/inner.py")
@@ -154,16 +155,27 @@ VOIDING = ("kernel.py", "helper.py", "itself.py", "broken.py", "gone.py", "by_pa
 @pytest.mark.parametrize("name", [*VOIDING, "__init__.py", "table.json"])
 def test_an_edit_of_what_was_loaded_voids_it(package: Path, certificate: Certificate, name: str) -> None:
     with changed(package / name, "# more\n"):
-        assert not certificate.speaks_of(KEY, installed())
-    assert certificate.speaks_of(KEY, installed())
+        assert certificate.difference(KEY, installed()) == f"hp_parts/{name} has changed"
+    assert certificate.difference(KEY, installed()) is None
 
 
 @pytest.mark.parametrize(
-    "name", ["helper/__init__.py", "space/__init__.py", "tuned.py", "sought.py", "tuned/__init__.py", "more.json"]
+    "name",
+    [
+        *("helper/__init__.py", "space/__init__.py", "tuned.py", "sought.py", "tuned/__init__.py", "more.json"),
+        "tuned/inner.py",  # a folder without __init__.py is a package, too
+    ],
 )
 def test_a_new_file_that_would_be_found_voids_it(package: Path, certificate: Certificate, name: str) -> None:
     with changed(package / name, ""):
-        assert not certificate.speaks_of(KEY, installed())
+        difference = certificate.difference(KEY, installed())
+        assert difference in (f"hp_parts/{name} is new", f"hp_parts/{name} has changed")
+
+
+def test_a_new_package_of_the_distribution_voids_it(package: Path, certificate: Certificate) -> None:
+    content = installed()
+    more = replace(content, files={**content.files, "hp_more/__init__.py": "00" * 32})
+    assert certificate.difference(KEY, more) == "the plugin's package hp_more is new"
 
 
 @pytest.mark.parametrize("name", ["unread.py", "new.py", "stubs.pyi", "py.typed", "certificates/c.json"])
@@ -171,7 +183,7 @@ def test_a_file_that_nothing_loads_voids_nothing(package: Path, certificate: Cer
     before = installed().hash
     with changed(package / name, "# more\n"):
         assert (installed().hash != before) == (name != "certificates/c.json")
-        assert certificate.speaks_of(KEY, installed())
+        assert certificate.difference(KEY, installed()) is None
 
 
 def with_requirement(name: str) -> str:
@@ -191,7 +203,7 @@ def with_requirement(name: str) -> str:
 )
 def test_of_the_manifest_its_own_entry_counts(package: Path, certificate: Certificate, text: str, counts: bool) -> None:
     with changed(package / "hardpoint.toml", text):
-        assert certificate.speaks_of(KEY, installed()) == counts
+        assert (certificate.difference(KEY, installed()) is None) == counts
 
 
 def test_a_name_that_is_no_text_can_be_written(package: Path, certificate: Certificate, tmp_path: Path) -> None:
@@ -200,8 +212,8 @@ def test_a_name_that_is_no_text_can_be_written(package: Path, certificate: Certi
         files = {**certificate.files, "hp_parts/bad\\xff.dat": installed().always["hp_parts/bad\\xff.dat"]}
         whole = replace(certificate, files=files)
         whole.write(tmp_path / "c.json")
-        assert read_certificate(tmp_path / "c.json").speaks_of(KEY, installed())
-        assert not certificate.speaks_of(KEY, installed())
+        assert read_certificate(tmp_path / "c.json").difference(KEY, installed()) is None
+        assert certificate.difference(KEY, installed()) == "hp_parts/bad\\xff.dat has changed"
 
 
 def test_sources_without_the_targets_module_are_none(package: Path, certificate: Certificate) -> None:
@@ -210,7 +222,7 @@ def test_sources_without_the_targets_module_are_none(package: Path, certificate:
     assert content.sources(KEY, kept) == sources
     assert content.sources(KEY, Loaded(kept.files - {"hp_parts/kernel.py"})) is None
     nothing = replace(certificate, sources=(replace(sources, loaded=Loaded()),), plugin={"content_hash": ""})
-    assert not nothing.speaks_of(KEY, content)
+    assert nothing.difference(KEY, content) is not None
 
 
 def test_shards_loaded_all_that_one_of_them_did(certificate: Certificate) -> None:

@@ -21,7 +21,7 @@ from hardpoint.conformance.kit import Order, Shard
 from hardpoint.conformance.processes import TrialProcess
 from hardpoint.conformance.trials import Result
 from hardpoint.plugin_host import Offer, discover
-from hardpoint_plugin_api import ConfigError
+from hardpoint_plugin_api import ConfigError, PluginLoadError
 
 KEY = ("op", "rms_norm", "tried_right")
 DEVICE = {"platform": "cpu", "name": "a CPU", "arch": "x86_64", "isa": None, "driver": None}
@@ -55,7 +55,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def run(file: Path, after: int = 10**9, name: str = "right", **changes: Any) -> Certificate:
     changes.setdefault("settings", {"cpu": {"threads": 1}})
-    order = Order("tried", name=f"tried_{name}", case="float32/*")
+    order = Order("tried", name=f"tried_{name}", case=changes.pop("case", "float32/*"))
     return certify(discover(), replace(order, **changes), Interrupting(after), jobs=2, resume=file)
 
 
@@ -95,13 +95,13 @@ def test_a_file_of_another_run_is_refused(tried_plugin: Path, tmp_path: Path) ->
     before = file.read_text()
     changes: list[tuple[dict[str, Any], str]] = [
         ({"seed": 7}, "seed is 0 there and 7 here"),
-        ({"name": "wrong"}, "scope is"),
+        ({"name": "wrong"}, "name is 'tried_right' there and 'tried_wrong' here"),
         ({"level": "full"}, "level is"),
         ({"shard": Shard(1, 2)}, "shard is '1/1' there and '1/2' here"),
-        ({"settings": {"cpu": {"threads": 2}}}, "settings is"),
+        ({"settings": {"cpu": {"threads": 2}}}, r"settings\.cpu\.threads is 1 there and 2 here"),
     ]
     for change, what in changes:
-        with pytest.raises(ConfigError, match=rf"--resume .*finished.jsonl: is of another run: {what}.*delete it"):
+        with pytest.raises(ConfigError, match=rf"--resume .*finished.jsonl: is of another run: {what}.*name another"):
             run(file, **change)
     assert file.read_text() == before
 
@@ -121,7 +121,7 @@ def test_results_are_read_as_they_were_written(tried_plugin: Path, tmp_path: Pat
         assert finished.results_of(KEY, ONE.case, DEVICE) == [ONE]
         loaded = Loaded(frozenset({"kernels.py", "plugin.py"}), frozenset({"hp_tried.fast"}))
         assert finished.loaded_by(KEY) == loaded
-        with pytest.raises(ConfigError, match="is of another run: device is"):
+        with pytest.raises(ConfigError, match=r"is of another run: device\.arch is"):
             finished.results_of(KEY, ONE.case, {**DEVICE, "arch": "aarch64"})
 
 
@@ -129,7 +129,7 @@ def test_results_are_read_as_they_were_written(tried_plugin: Path, tmp_path: Pat
 def test_a_file_of_something_else_is_left_alone(tried_plugin: Path, tmp_path: Path, text: str) -> None:
     file = tmp_path / "finished.jsonl"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="is no file of finished cases"):
+    with pytest.raises(ConfigError, match="is no file of --resume, and was left as it is"):
         opened(file)
     assert file.read_text() == text
 
@@ -191,6 +191,64 @@ def test_cases_of_changed_files_are_not_kept(tried_plugin: Path, tmp_path: Path)
         assert not len(finished)
         finished.add(KEY, ONE.case, DEVICE, [ONE], Loaded())
         assert len(finished) == 1
+
+
+def test_an_edited_plugin_is_another_run(tried_plugin: Path, tmp_path: Path) -> None:
+    kernels, file = tried_plugin / "hp_tried" / "kernels.py", tmp_path / "finished.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run(file, after=5)
+    text = kernels.read_text()
+    try:
+        kernels.write_text(f"{text}\n")
+        with pytest.raises(ConfigError, match=r"plugin\.content_hash is .* there and .* here; undo the change"):
+            run(file)
+    finally:
+        kernels.write_text(text)
+
+
+def test_an_edit_that_is_undone_during_a_run_is_seen(tried_plugin: Path, tmp_path: Path) -> None:
+    kernels = tried_plugin / "hp_tried" / "kernels.py"
+    text = kernels.read_text()
+
+    class Meddler(Silent):
+        def found(self, offer: Offer, result: Result) -> None:
+            kernels.write_text(f"{text}\n")
+            kernels.write_text(text)
+
+    order = Order("tried", name="tried_right", case="float32/odd", settings={"cpu": {"threads": 1}})
+    with pytest.raises(PluginLoadError, match=r"hp_tried/kernels\.py changed while it was tried"):
+        certify(discover(), order, Meddler(), isolated=False)
+
+
+def test_a_certificate_is_as_old_as_its_first_case(tried_plugin: Path, tmp_path: Path) -> None:
+    file = tmp_path / "finished.jsonl"
+    run(file, case="float32/odd")
+    first, second, *rest = file.read_text().splitlines()
+    early = {**json.loads(second), "date": "2026-01-02T03:04:05Z"}
+    file.write_text("\n".join([first, json.dumps(early), *rest, ""]))
+    assert run(file, case="float32/odd").created == "2026-01-02T03:04:05Z"
+
+
+@pytest.mark.parametrize(
+    ("files", "match"),
+    [
+        (("--json", "a", "--resume", "./a"), "--json and --resume name the same file"),
+        (("--json", "a", "--report", "a"), "--json and --report name the same file"),
+        (("--resume", "-"), "--resume needs the name of a file"),
+    ],
+)
+def test_options_name_files_of_their_own(
+    tried_plugin: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    files: tuple[str, ...],
+    match: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hardpoint(["conform", "tried", *files]) == 2
+    assert match in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_debuggers_run_keeps_nothing(tried_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -117,7 +118,7 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
     "resume_file",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="File that keeps each case as it finishes. A run that was ended goes on with the others.",
+    help="Keep each finished case in FILE, which may be new: after an interrupt the same command goes on from there.",
 )
 @click.option("--all", "everything", is_flag=True, help="Print every check of every case, and cut no table short.")
 @click.option("--in-process", is_flag=True, help="Run everything in this process, for a debugger.")
@@ -154,6 +155,7 @@ def conform(
     require_extra("conform", "hardpoint conform")
     from hardpoint.conformance.certify import certify
 
+    _require_different(**{"--json": json_file, "--report": report_file, "--resume": resume_file})
     if resume_file is not None and in_process:
         raise ConfigError("--resume and --in-process exclude one another: what a debugger runs is not kept")
     wanted, plugins = Order(plugin, **order), discover()
@@ -178,7 +180,7 @@ def conform(
         _print(certificate, everything, is_kept=bool(json_file))
         if json_file:
             write_text(json_file, json.dumps(written.to_json(), indent=1) + "\n")
-            click.echo(f"certificate written to {json_file}{_how_it_is_found(Path(json_file))}")
+            click.echo(_how_it_goes_on(certificate, json_file))
     if report_file:
         from hardpoint.cli.conform_report import write_report
 
@@ -189,7 +191,11 @@ def conform(
 @click.command(short_help="Join the certificates of all shards of one run.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
-    "--json", "json_file", metavar="FILE", required=True, help="File to write the whole certificate to. -: stdout."
+    "--json",
+    "json_file",
+    metavar="FILE",
+    required=True,
+    help="File to write the joined certificate to. -: stdout. It is compact if one of FILES is.",
 )
 @_COMPACT
 def merge_certificates(files: Sequence[Path], json_file: str, compact: bool) -> int:
@@ -208,6 +214,20 @@ def merge_certificates(files: Sequence[Path], json_file: str, compact: bool) -> 
     if json_file != "-":
         _print(whole, everything=False)
     return _exit_code(whole)
+
+
+def _require_different(**files: str | Path | None) -> None:
+    """Raise ConfigError where two options name one file."""
+    found: dict[str, str] = {}
+    for option, file in files.items():
+        if (
+            file is not None
+            and str(file) != "-"
+            and (other := found.setdefault(os.path.realpath(file), option)) != option
+        ):
+            raise ConfigError(f"{other} and {option} name the same file, {file}; give each its own")
+    if str(files.get("--resume")) in ("-", "."):
+        raise ConfigError("--resume needs the name of a file")
 
 
 def _require_writable(option: str, file: str | None) -> None:
@@ -308,6 +328,14 @@ def _print(certificate: Certificate, everything: bool, *, is_kept: bool = True) 
         file = f"{OPERATOR_FOLDER}/{certificate.plugin['name']}.json"
         click.echo(f"No certificate is kept: --json {file} keeps one, for 'explain' and --require-certified.")
     click.echo(_conclusion(certificate))
+
+
+def _how_it_goes_on(certificate: Certificate, file: str) -> str:
+    """The last line of a run whose certificate was written."""
+    if len(certificate.shards) < certificate.num_shards:
+        part = f"part {certificate.shards[0]} of {certificate.num_shards}"
+        return f"{part} written to {file}; 'hardpoint merge-certificates FILES --json OUT' joins all parts"
+    return f"certificate written to {file}{_how_it_is_found(Path(file))}"
 
 
 def _how_it_is_found(file: Path) -> str:

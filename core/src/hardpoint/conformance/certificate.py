@@ -59,11 +59,12 @@ _LIBRARIES = ("torch", "triton", "numpy", "transformers", "covertable", "hardpoi
 class Certificate:
     """The findings of one run, or of several merged shards of it.
 
-    ``plugin`` holds name, distribution, version, content_hash, api and editable; ``device`` platform, name, arch, isa
-    and driver; ``libraries`` versions. ``shards`` are the numbers that were run, of ``num_shards``. ``case_list`` is
-    the digest of all cases of all shards; ``scope`` says which contributions were asked for, and ``asked`` what there
-    was to prove of them. ``wrapped`` are the distributions that they require, as they were installed. ``sources`` are
-    those of each contribution, and ``files`` the SHA-256 of the files that count for any of them, by name.
+    ``plugin`` holds name, distribution, version, content_hash, packages, api and editable; ``device`` platform, name,
+    arch, isa and driver; ``libraries`` versions. ``shards`` are the numbers that were run, of ``num_shards``.
+    ``case_list`` is the digest of all cases of all shards; ``scope`` says which contributions were asked for, and
+    ``asked`` what there was to prove of them. ``wrapped`` are the distributions that they require, as they were
+    installed. ``sources`` are those of each contribution, and ``files`` the SHA-256 of the files that count for any of
+    them, by name.
 
     ``results`` are empty in the compact form, which has ``tallied`` alone; else ``tallied`` is empty.
     """
@@ -121,11 +122,15 @@ class Certificate:
         proof = self.proof_of(family, of, name)
         return proof is not None and proof.verdict == "proved"
 
-    def speaks_of(self, key: Key, content: Content) -> bool:
-        """Whether a contribution was tried with the sources that it has in the installed ``content``."""
+    def difference(self, key: Key, content: Content) -> str | None:
+        """How the sources with which a contribution was tried differ from those in the installed ``content``; None
+        where they do not."""
         if self.plugin["content_hash"] == content.hash:
-            return True
-        return any(one.key == key and content.has(one, self.files) for one in self.sources)
+            return None
+        if new := set(content.packages) - set(self.plugin.get("packages", content.packages)):
+            return f"the plugin's package {min(new)} is new"
+        own = next((one for one in self.sources if one.key == key), None)
+        return "a file of the plugin has changed" if own is None else content.difference(own, self.files)
 
     def compact(self) -> Certificate:
         """The same without its cases: small enough to be shipped in a plugin's package."""
@@ -265,6 +270,7 @@ def describe_plugin(record: PluginRecord, content: Content) -> dict[str, Any]:
         "distribution": record.distribution,
         "version": record.version,
         "content_hash": content.hash,
+        "packages": content.packages,
         "api": str(record.manifest.api),
         "editable": record.editable,
     }
@@ -291,7 +297,7 @@ class Standing:
     """The certified state of one contribution on one device. ``level`` None: nothing; ``is_core``: nothing is needed.
 
     ``unproved`` is what a certificate that would count says of it instead ("not proved", "failed"), and ``why`` its
-    reasons. ``stale`` says which installed distribution is not the one that a certificate was made with.
+    reasons. ``stale`` says which file or distribution is not as it was when a certificate was made.
     """
 
     level: Level | None = None
@@ -339,10 +345,12 @@ class Certificates:
             proof = certificate.proof_of(c.family, c.of, c.name)
             if proof is None or proof.verdict == "not here" or not self._has_settings(certificate, offer, device):
                 continue
-            if not certificate.speaks_of(proof.key, self._contents[record.name]):
+            if difference := certificate.difference(proof.key, self._contents[record.name]):
+                best = best if best.level else replace(best, stale=f"made with other sources: {difference}")
                 continue
             if difference := self._other_library(offer, certificate):
-                best = best if best.level else replace(best, stale=difference)
+                text = f"made with another library than is installed: {difference}"
+                best = best if best.level else replace(best, stale=text)
                 continue
             if proof.verdict != "proved":
                 best = best if best.level else replace(best, unproved=proof.verdict, why="; ".join(proof.why))
@@ -380,7 +388,7 @@ class Certificates:
         if not standing.level and standing.unproved:
             what = ": ".join(filter(None, [f"it was tried on {_kind(device)}, and {standing.unproved}", standing.why]))
         elif not standing.level and standing.stale:
-            what = f"its certificate was made with another library than is installed: {standing.stale}"
+            what = f"its certificate was {standing.stale}"
         return Reason(
             "not-proved" if not standing.level and standing.unproved else "not-certified",
             what,

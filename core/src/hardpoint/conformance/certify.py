@@ -92,8 +92,10 @@ def certify(
                 watcher.found(runner.offer, result)
             if (loaded := runner.loaded()) and (known := content.sources(listing.asked.key, loaded)):
                 sources.append(known)
-    if content_of(record).hash != content.hash:
-        raise PluginLoadError(f"plugin {record.title} changed while it was tried: nothing is certified; run it again")
+        oldest = finished.oldest if finished is not None else None
+    if (changed := stamps.changed()) or content_of(record).hash != content.hash:
+        what = f"plugin {record.title}: {changed or 'a file'} changed while it was tried"
+        raise PluginLoadError(f"{what}: nothing is certified; run it again")
     if difference := Installed().difference(required, wrapped):
         raise PluginLoadError(f"a library changed while {record.title} was tried: nothing is certified: {difference}")
     return Certificate(
@@ -102,7 +104,7 @@ def certify(
         level=order.level,
         seed=order.seed,
         results=tuple(results),
-        created=now(),
+        created=oldest or now(),
         case_list=case_list_digest(listed),
         scope={"family": order.family, "name": order.name, "case": order.case},
         settings=order.settings,
@@ -128,7 +130,9 @@ def _of_a_run(
         "level": order.level,
         "seed": order.seed,
         "shard": str(order.shard),
-        "scope": [order.family, order.name, order.case],
+        "family": order.family,
+        "name": order.name,
+        "case": order.case,
         "platform": order.platform,
         "settings": {name: dict(keys) for name, keys in order.settings.items()},
     }

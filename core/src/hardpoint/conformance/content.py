@@ -122,23 +122,36 @@ class Content:
         """The files that a certificate with ``sources`` keeps."""
         return {**self.always, **{name: self.files[name] for one in sources for name in sorted(one.loaded.files)}}
 
-    def has(self, sources: Sources, files: Mapping[str, str]) -> bool:
-        """Whether a contribution's sources, with ``files`` of its certificate, are what is installed."""
-        loaded = sources.loaded
-        return (
-            self.entries.get(sources.key) == sources.entry
-            and _counting(files) == self.always
-            and bool(loaded.files)
-            and all(self.files.get(name, "") == files.get(name) for name in loaded.files)
-            and not any(self._hides(name, loaded) for name in loaded.files)
-            and not any(file in self.files for name in loaded.absent for file in _candidates(name))
-        )
+    @cached_property
+    def packages(self) -> list[str]:
+        """The names of the top-level packages and modules, sorted."""
+        return sorted({name.partition("/")[0] for name in self.files})
 
-    def _hides(self, name: str, loaded: Loaded) -> bool:
-        """Whether an installed package that was not loaded would be found in place of a loaded file, or around it."""
+    def difference(self, sources: Sources, files: Mapping[str, str]) -> str | None:
+        """How a contribution's sources, with ``files`` of its certificate, differ from what is installed; None where
+        they do not."""
+        if self.entries.get(sources.key) != sources.entry:
+            return "its entry in the manifest, or a config key of the plugin, has changed"
+        always, loaded = _counting(files), sources.loaded
+        changed = [name for name in sorted(always.keys() | self.always) if always.get(name) != self.always.get(name)]
+        changed += [name for name in sorted(loaded.files) if self.files.get(name, "") != files.get(name)]
+        if changed or not loaded.files:
+            return f"{changed[0] if changed else 'a file of the plugin'} has changed"
+        new = [name for file in sorted(loaded.files) if (name := self._hiding(file, loaded))]
+        new += [name for module in sorted(loaded.absent) if (name := self._found(module))]
+        return f"{new[0]} is new" if new else None
+
+    def _hiding(self, name: str, loaded: Loaded) -> str | None:
+        """An installed package that was not loaded, and would be found in place of a loaded file or around it."""
         path = PurePosixPath(name)
         around = [f"{folder}/{_PACKAGE}" for folder in path.parents if folder.parts]
-        return any(p in self.files and p not in loaded.files for p in (f"{path.with_suffix('')}/{_PACKAGE}", *around))
+        places = (f"{path.with_suffix('')}/{_PACKAGE}", *around)
+        return next((place for place in places if place in self.files and place not in loaded.files), None)
+
+    def _found(self, module: str) -> str | None:
+        """A file as which, or below which, a module would be found: a folder of files is a package, too."""
+        path = module.replace(".", "/")
+        return next((name for name in self.files if name == f"{path}{_PYTHON}" or name.startswith(f"{path}/")), None)
 
 
 def _counting(files: Mapping[str, str]) -> dict[str, str]:
@@ -215,12 +228,15 @@ class FileStamps:
         """Raises PluginLoadError where the content cannot be listed."""
         self._record, self._stamps = record, _stamps(record)
 
-    def have_changed(self) -> bool:
-        """Whether a file has been written, replaced, added or taken away since this was made."""
+    def changed(self) -> str | None:
+        """The name of a file that was written, replaced, added or taken away since this was made; None for no file."""
         try:
-            return _stamps(self._record) != self._stamps
-        except PluginLoadError:
-            return True
+            now = _stamps(self._record)
+        except PluginLoadError as error:
+            return str(error)
+        return next(
+            (name for name in sorted(now.keys() | self._stamps) if now.get(name) != self._stamps.get(name)), None
+        )
 
 
 def _stamps(record: PluginRecord) -> dict[str, tuple[int, int, int]]:

@@ -3,7 +3,8 @@
 The file has a line of JSON for the run, and behind it one for each case, in the order in which cases finished:
 
     {"run": {"plugin": {...}, "level": "full", ...}}
-    {"key": ["linear", null, "acme_gemm"], "case": "float32/odd", "device": {...}, "loaded": [...], "results": [...]}
+    {"key": ["linear", null, "acme_gemm"], "case": "float32/odd", "date": "...", "device": {...}, "loaded": {...},
+     "results": [...]}
 
 A line is written at once when its case has ended. One that a crash cut short is dropped. A case in which the process
 died or ran out of time is not kept: the next run tries it again. Nor is one that finished after a file of the plugin
@@ -24,6 +25,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from hardpoint.conformance.certificate import now
 from hardpoint.conformance.certificate_file import Line
 from hardpoint.conformance.content import FileStamps, Loaded
 from hardpoint.conformance.proof import Key
@@ -36,6 +38,7 @@ class _Case(BaseModel):
 
     key: tuple[str, str | None, str]
     case: str
+    date: str
     device: dict[str, str | None]
     loaded: dict[Literal["files", "absent"], list[str]]
     results: list[Line]
@@ -55,11 +58,13 @@ class FinishedCases:
         self._results: dict[tuple[Key, str], list[Result]] = {}
         self._device: Mapping[str, Any] | None = None
         self._loaded: dict[Key, Loaded] = {}
+        self.oldest: str | None = None
+        """The date of the first case that an earlier run finished; None for no such case."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a+b")  # noqa: SIM115  # closed by ``close``
         except OSError as error:
-            raise ConfigError(f"--resume {path}: cannot be opened: {error.strerror}") from error
+            raise ConfigError(f"--resume {path}: cannot be opened: {error.strerror or error}") from error
         try:
             self._have()
             self._read(json.loads(json.dumps(run)))
@@ -95,9 +100,9 @@ class FinishedCases:
                 one = _Case.model_validate_json(line)
             except ValidationError as error:
                 raise ConfigError(
-                    f"--resume {self._path}: line {number} is no finished case; delete the file"
+                    f"--resume {self._path}: line {number} is no finished case; name another file"
                 ) from error
-            self._device = one.device
+            self._device, self.oldest = one.device, min(one.date, self.oldest or one.date)
             data = json.loads(line)
             self._keep(one.key, one.case, map(Result.from_json, data["results"]), Loaded.from_json(data["loaded"]))
         self._file.truncate(len(text) - len(cut))
@@ -113,12 +118,16 @@ class FinishedCases:
                 raise self._is_of_another_run(what, theirs[what], here)
 
     def _is_something_else(self) -> ConfigError:
-        return ConfigError(f"--resume {self._path}: is no file of finished cases; name one that does not exist")
+        return ConfigError(f"--resume {self._path}: is no file of --resume, and was left as it is; name another")
 
     def _is_of_another_run(self, what: str, there: object, here: object) -> ConfigError:
+        while isinstance(there, Mapping) and isinstance(here, Mapping):  # the first entry that differs
+            key = next(key for key in sorted(there.keys() | here) if there.get(key) != here.get(key))
+            what, there, here = f"{what}.{key}", there.get(key), here.get(key)
+        remedy = "undo the change of the plugin's files, or name" if what == "plugin.content_hash" else "name"
         return ConfigError(
-            f"--resume {self._path}: is of another run: {what} is {there!r} there and {here!r} here; delete it, or "
-            "name another file"
+            f"--resume {self._path}: is of another run: {what} is {there!r} there and {here!r} here; {remedy} another "
+            "file"
         )
 
     def __len__(self) -> int:
@@ -141,12 +150,12 @@ class FinishedCases:
 
         Raises ConfigError where it cannot be written.
         """
-        if self._stamps.have_changed():
+        if self._stamps.changed():
             return
         self._device = device
         self._keep(key, case, results, loaded)
-        found = [result.to_json() for result in results]
-        self._append({"key": key, "case": case, "device": dict(device), "loaded": loaded.to_json(), "results": found})
+        where = {"key": key, "case": case, "date": now(), "device": dict(device), "loaded": loaded.to_json()}
+        self._append({**where, "results": [result.to_json() for result in results]})
 
     def _keep(self, key: Key, case: str, results: Iterable[Result], loaded: Loaded) -> None:
         with self._lock:
