@@ -41,13 +41,13 @@ next() { # takes the first line of the list, which nobody else has taken
 }
 
 work() { # on GPU $1, until the list or the time is at its end
-    local family number began part
-    while [ "$SECONDS" -lt "$limit" ] && read -r family number < <(next); do
+    local family number began left part
+    while left=$((limit - SECONDS)) && [ "$left" -gt 0 ] && read -r family number < <(next); do
         began=$SECONDS part=$(place "$family" "$number")
-        CUDA_VISIBLE_DEVICES=$1 timeout --signal INT --kill-after 10 $((limit - SECONDS)) \
+        CUDA_VISIBLE_DEVICES=$1 timeout --signal INT --kill-after 10 "$left" \
             hardpoint conform "$plugin" --family "$family" --level "$level" --shard "$number/$parts" --jobs "$jobs" \
             --resume "$part.cases" --json "$part.json" >"$part.txt" 2>&1
-        echo "$family $number/$parts: $((SECONDS - began)) s: $(grep -e 'checks passed' -e 'interrupted' "$part.txt")"
+        echo "$family $number/$parts: $((SECONDS - began)) s: $(grep -e 'checks passed' -e 'interrupted' -e 'error:' "$part.txt")"
         [ ! -e "$part.json" ] || rm -f "$part.cases"
     done
 }

@@ -164,6 +164,7 @@ def test_an_edit_of_what_was_loaded_voids_it(package: Path, certificate: Certifi
     [
         *("helper/__init__.py", "space/__init__.py", "tuned.py", "sought.py", "tuned/__init__.py", "more.json"),
         "tuned/inner.py",  # a folder without __init__.py is a package, too
+        "space.py",
     ],
 )
 def test_a_new_file_that_would_be_found_voids_it(package: Path, certificate: Certificate, name: str) -> None:
@@ -174,7 +175,8 @@ def test_a_new_file_that_would_be_found_voids_it(package: Path, certificate: Cer
 
 def test_a_new_package_of_the_distribution_voids_it(package: Path, certificate: Certificate) -> None:
     content = installed()
-    more = replace(content, files={**content.files, "hp_more/__init__.py": "00" * 32})
+    files = {**content.files, "hp_more/__init__.py": "00" * 32}
+    more = replace(content, files=files, packages=(*content.packages, "hp_more"))
     assert certificate.difference(KEY, more) == "the plugin's package hp_more is new"
 
 
@@ -221,6 +223,7 @@ def test_sources_without_the_targets_module_are_none(package: Path, certificate:
     kept = sources.loaded
     assert content.sources(KEY, kept) == sources
     assert content.sources(KEY, Loaded(kept.files - {"hp_parts/kernel.py"})) is None
+    assert content.sources(KEY, Loaded(kept.files | {"hp_parts/passing.py"})) is None
     nothing = replace(certificate, sources=(replace(sources, loaded=Loaded()),), plugin={"content_hash": ""})
     assert nothing.difference(KEY, content) is not None
 
@@ -249,3 +252,13 @@ def test_a_run_in_one_process_knows_no_sources(package: Path) -> None:
     order = Order("parts", name="parts", settings={"cpu": {"threads": 1}}, case="float32/odd")
     found = certify(discover(), order, isolated=False)
     assert found.sources == ()
+
+
+def test_the_target_of_the_plugins_platform_counts(package: Path, certificate: Certificate) -> None:
+    content, platform = installed(), ("platform", None, "parts")
+    same = replace(content, targets={**content.targets, platform: "hp_parts.helper"})
+    other = replace(content, targets={**content.targets, platform: "hp_parts.unread"})
+    assert certificate.difference(KEY, replace(same, files={**same.files, "hp_parts/new.py": "00" * 32})) is None
+    assert certificate.difference(KEY, replace(other, files={**other.files, "hp_parts/new.py": "00" * 32})) == (
+        "the target of the plugin's platform has changed"
+    )

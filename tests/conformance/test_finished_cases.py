@@ -29,14 +29,14 @@ ONE = Result(*KEY, "float32/odd", "values", "passed", measured={"peak": (0.5, 4.
 
 
 class Interrupting(Silent):
-    """Interrupts a run after a number of results, as Ctrl-C does."""
+    """Interrupts a run after a number of results, or after a case's check, as Ctrl-C does."""
 
-    def __init__(self, after: int) -> None:
-        self._left = after
+    def __init__(self, after: int, until: tuple[str, str] | None) -> None:
+        self._left, self._until = after, until
 
     def found(self, offer: Offer, result: Result) -> None:
         self._left -= 1
-        if not self._left:
+        if not self._left or self._until == (result.case, result.check):
             raise KeyboardInterrupt
 
 
@@ -53,10 +53,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return cases
 
 
-def run(file: Path, after: int = 10**9, name: str = "right", **changes: Any) -> Certificate:
+def run(
+    file: Path,
+    after: int = 10**9,
+    name: str = "right",
+    until: tuple[str, str] | None = None,
+    jobs: int = 2,
+    **changes: Any,
+) -> Certificate:
     changes.setdefault("settings", {"cpu": {"threads": 1}})
     order = Order("tried", name=f"tried_{name}", case=changes.pop("case", "float32/*"))
-    return certify(discover(), replace(order, **changes), Interrupting(after), jobs=2, resume=file)
+    return certify(discover(), replace(order, **changes), Interrupting(after, until), jobs=jobs, resume=file)
 
 
 def test_a_run_that_was_ended_goes_on(tried_plugin: Path, tmp_path: Path, asked: list[str]) -> None:
@@ -79,13 +86,30 @@ def test_a_run_that_was_ended_goes_on(tried_plugin: Path, tmp_path: Path, asked:
     assert not asked
 
 
-def test_a_case_that_ended_its_process_is_tried_again(tried_plugin: Path, tmp_path: Path, asked: list[str]) -> None:
+def test_a_case_that_ended_its_process_is_tried_again_by_a_run_that_goes_on(
+    tried_plugin: Path, tmp_path: Path, asked: list[str]
+) -> None:
     file = tmp_path / "finished.jsonl"
-    for _ in range(2):
+
+    def failed() -> list[tuple[str, str]]:
         asked.clear()
-        found = run(file, name="crashes")
-        assert [(r.case, r.check) for r in found.results if r.outcome == "failed"] == [("float32/odd", "process")]
-    assert asked == ["float32/odd"]
+        found = run(file, name="crashes", jobs=1)
+        return [(r.case, r.check) for r in found.results if r.outcome == "failed"]
+
+    order = [json.loads(line)["case"] == "float32/odd" for line in whole_run(tmp_path, "crashes")]
+    with pytest.raises(KeyboardInterrupt):
+        run(file, name="crashes", jobs=1, until=("float32/odd", "process"))
+    assert order.count(True) == 1
+    assert failed() == [("float32/odd", "process")]
+    assert "float32/odd" in asked
+    assert failed() == [("float32/odd", "process")]  # the run had come to its end
+    assert not asked
+
+
+def whole_run(folder: Path, name: str) -> list[str]:
+    """The lines of the cases of a run that came to its end."""
+    run(folder / f"{name}.jsonl", name=name)
+    return (folder / f"{name}.jsonl").read_text().splitlines()[1:]
 
 
 def test_a_file_of_another_run_is_refused(tried_plugin: Path, tmp_path: Path) -> None:
@@ -179,18 +203,42 @@ def test_a_device_is_no_file(tried_plugin: Path) -> None:
         opened(Path("/dev/zero"))
 
 
-def test_cases_of_changed_files_are_not_kept(tried_plugin: Path, tmp_path: Path) -> None:
+def test_no_case_of_changed_files_is_kept(tried_plugin: Path, tmp_path: Path) -> None:
     kernels, file = tried_plugin / "hp_tried" / "kernels.py", tmp_path / "finished.jsonl"
     stamp = kernels.stat()
     with opened(file) as finished:
-        os.utime(kernels)
-        try:
-            finished.add(KEY, ONE.case, DEVICE, [ONE], Loaded())
-        finally:
-            os.utime(kernels, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-        assert not len(finished)
         finished.add(KEY, ONE.case, DEVICE, [ONE], Loaded())
+        kernels.write_text(kernels.read_text())
+        os.utime(kernels, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as cp -p does
+        with pytest.raises(PluginLoadError, match=r"hp_tried/kernels\.py changed while it was tried"):
+            finished.add(KEY, "other", DEVICE, [ONE], Loaded())
         assert len(finished) == 1
+        finished.drop()
+    with opened(file) as finished:
+        assert not len(finished)
+
+
+def test_a_file_among_the_plugins_is_refused(tried_plugin: Path) -> None:
+    file = tried_plugin / "hp_tried" / "finished.jsonl"
+    try:
+        with pytest.raises(ConfigError, match="lies among the plugin's files"):
+            opened(file)
+    finally:
+        file.unlink()
+
+
+def test_a_file_is_of_one_device(tried_plugin: Path, tmp_path: Path) -> None:
+    file, other = tmp_path / "finished.jsonl", {**DEVICE, "arch": "aarch64"}
+    with opened(file) as finished:
+        finished.add(KEY, ONE.case, DEVICE, [ONE], Loaded())
+        with pytest.raises(ConfigError, match=r"device\.arch is 'x86_64' there and 'aarch64' here"):
+            finished.add(KEY, "other", other, [], Loaded())
+    with opened(file) as finished, pytest.raises(ConfigError, match=r"device\.arch"):
+        finished.results_of(KEY, "other", other)
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines, lines[1].replace("x86_64", "aarch64"), ""]))
+    with pytest.raises(ConfigError, match=r"device\.arch"):
+        opened(file)
 
 
 def test_an_edited_plugin_is_another_run(tried_plugin: Path, tmp_path: Path) -> None:

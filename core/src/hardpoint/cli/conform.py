@@ -157,7 +157,7 @@ def conform(
 
     _require_different(**{"--json": json_file, "--report": report_file, "--resume": resume_file})
     if resume_file is not None and in_process:
-        raise ConfigError("--resume and --in-process exclude one another: what a debugger runs is not kept")
+        raise ConfigError("--resume and --in-process exclude one another: a debugger's results are not kept")
     wanted, plugins = Order(plugin, **order), discover()
     _require_writable("--json", json_file)
     _require_writable("--report", report_file)

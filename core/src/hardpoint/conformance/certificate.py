@@ -270,7 +270,7 @@ def describe_plugin(record: PluginRecord, content: Content) -> dict[str, Any]:
         "distribution": record.distribution,
         "version": record.version,
         "content_hash": content.hash,
-        "packages": content.packages,
+        "packages": list(content.packages),
         "api": str(record.manifest.api),
         "editable": record.editable,
     }
@@ -429,7 +429,7 @@ class Certificates:
                 if own:
                     self._contents[record.name] = content_of(record)
             except PluginLoadError:
-                own = []  # what cannot be hashed cannot be certified
+                own = []  # without a hash, nothing tells which files they speak of
             self._by_plugin[record.name] = own
         return self._by_plugin[record.name]
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from hardpoint.config import EngineConfig
 from hardpoint.conformance.certificate import KIT_VERSION, Certificate, describe_plugin, library_versions, now
-from hardpoint.conformance.content import FileStamps, Sources, content_of
+from hardpoint.conformance.content import FileStamps, Loaded, Sources, content_of
 from hardpoint.conformance.finished_cases import FinishedCases
 from hardpoint.conformance.isolation import Listing, run
 from hardpoint.conformance.kit import Order, case_list_digest
@@ -54,7 +54,7 @@ def certify(
     """Run ``order`` and return what came out, failures and all; ``jobs`` processes at once, see ``isolation.run``.
 
     ``resume`` is a file that keeps the finished cases of an isolated run, which are not run again: see
-    ``finished_cases.py``. Raises ConfigError where it is of another run, or cannot be read or written.
+    ``finished_cases.py``. Raises ConfigError where that file is of another run, or cannot be read or written.
 
     Raises UnknownNameError for a plugin, family, contribution, platform or setting that does not exist, ConfigError for
     a setting's bad value, and the plugin's own error where it cannot be used at all; then nothing has run. Raises
@@ -75,7 +75,7 @@ def certify(
     with ExitStack() as stack:
         finished = None
         if resume is not None and isolated:
-            made_of = _of_a_run(order, described, libraries, wrapped)
+            made_of = _of_a_run(order, plugins, described, libraries, wrapped)
             finished = stack.enter_context(FinishedCases(resume, made_of, stamps))
         contributions = stack.enter_context(
             closing(run(plugins, order, isolated=isolated, seconds=seconds, jobs=jobs, finished=finished))
@@ -92,12 +92,16 @@ def certify(
                 watcher.found(runner.offer, result)
             if (loaded := runner.loaded()) and (known := content.sources(listing.asked.key, loaded)):
                 sources.append(known)
-        oldest = finished.oldest if finished is not None else None
-    if (changed := stamps.changed()) or content_of(record).hash != content.hash:
-        what = f"plugin {record.title}: {changed or 'a file'} changed while it was tried"
-        raise PluginLoadError(f"{what}: nothing is certified; run it again")
-    if difference := Installed().difference(required, wrapped):
-        raise PluginLoadError(f"a library changed while {record.title} was tried: nothing is certified: {difference}")
+        refusal = None
+        if (changed := stamps.changed()) or content_of(record).hash != content.hash:
+            refusal = f"plugin {record.title}: {changed or 'a file'} changed while it was tried: nothing is certified"
+        elif difference := Installed().difference(required, wrapped):
+            refusal = f"a library changed while {record.title} was tried: nothing is certified: {difference}"
+        if finished is not None:
+            _end(finished, device, results, bool(refusal))
+        if refusal:
+            raise PluginLoadError(f"{refusal}; run it again")
+    oldest = finished.oldest if finished is not None else None
     return Certificate(
         plugin=described,
         device=device,
@@ -118,11 +122,28 @@ def certify(
     )
 
 
+def _end(finished: FinishedCases, device: Mapping[str, Any], results: Sequence[Result], refused: bool) -> None:
+    """Keep the cases that ended their process, too, now that the run has come to its end; of a refused run none."""
+    if refused:
+        finished.drop()
+        return
+    for result in results:
+        if result.check == "process" and finished.results_of(result.contribution, result.case, device) is None:
+            own = [r for r in results if (r.contribution, r.case) == (result.contribution, result.case)]
+            finished.add(result.contribution, result.case, device, own, Loaded())
+
+
 def _of_a_run(
-    order: Order, plugin: Mapping[str, Any], libraries: Mapping[str, str], wrapped: Mapping[str, Wrapped]
+    order: Order,
+    plugins: PluginSet,
+    plugin: Mapping[str, Any],
+    libraries: Mapping[str, str],
+    wrapped: Mapping[str, Wrapped],
 ) -> dict[str, Any]:
     """Everything but the device that decides what a run finds, as plain data."""
+    others = {r.name: r.content_hash() for r in plugins.records if r.is_usable and r.name != order.plugin}
     return {
+        "other_plugins": others,  # core among them
         "kit_version": KIT_VERSION,
         "plugin": dict(plugin),
         "libraries": dict(libraries),

@@ -94,12 +94,14 @@ class Content:
 
     ``files`` has the SHA-256 of each file by its name. ``manifests`` are the names of the manifest and of the files
     that it includes. ``entries`` has the digest of each contribution's entry, and ``targets`` the module of its target.
+    ``packages`` are the plugin's own top-level packages and modules, sorted.
     """
 
     files: Mapping[str, str] = field(repr=False)
     manifests: frozenset[str] = field(repr=False)
     entries: Mapping[Key, str] = field(repr=False)
     targets: Mapping[Key, str] = field(repr=False)
+    packages: tuple[str, ...] = ()
 
     @cached_property
     def hash(self) -> str:
@@ -112,20 +114,16 @@ class Content:
         return _counting({name: digest for name, digest in self.files.items() if name not in self.manifests})
 
     def sources(self, key: Key, loaded: Loaded) -> Sources | None:
-        """The sources of a contribution; None where ``loaded`` lacks its target's own file, and so is not all."""
-        target = self.targets[key]
-        if any(file in self.files and file not in loaded.files for file in _candidates(target)):
+        """The sources of a contribution; None where ``loaded`` lacks its target's own file, and so is not all, and
+        where it has a file that is not here."""
+        files = self._files_of(self.targets[key])
+        if not files <= loaded.files or not loaded.files <= self.files.keys():
             return None
         return Sources(key, self.entries[key], loaded)
 
     def of(self, sources: Iterable[Sources]) -> Mapping[str, str]:
         """The files that a certificate with ``sources`` keeps."""
         return {**self.always, **{name: self.files[name] for one in sources for name in sorted(one.loaded.files)}}
-
-    @cached_property
-    def packages(self) -> list[str]:
-        """The names of the top-level packages and modules, sorted."""
-        return sorted({name.partition("/")[0] for name in self.files})
 
     def difference(self, sources: Sources, files: Mapping[str, str]) -> str | None:
         """How a contribution's sources, with ``files`` of its certificate, differ from what is installed; None where
@@ -137,14 +135,22 @@ class Content:
         changed += [name for name in sorted(loaded.files) if self.files.get(name, "") != files.get(name)]
         if changed or not loaded.files:
             return f"{changed[0] if changed else 'a file of the plugin'} has changed"
+        platforms = [self._files_of(self.targets[key]) for key in self.targets if key[0] == "platform"]
+        if any(platforms) and not any(files & loaded.files for files in platforms):
+            return "the target of the plugin's platform has changed"
         new = [name for file in sorted(loaded.files) if (name := self._hiding(file, loaded))]
         new += [name for module in sorted(loaded.absent) if (name := self._found(module))]
         return f"{new[0]} is new" if new else None
 
+    def _files_of(self, module: str) -> frozenset[str]:
+        return frozenset(_candidates(module)) & self.files.keys()
+
     def _hiding(self, name: str, loaded: Loaded) -> str | None:
-        """An installed package that was not loaded, and would be found in place of a loaded file or around it."""
+        """An installed file that was not loaded, and would be found in place of a loaded file or of a folder above."""
         path = PurePosixPath(name)
-        around = [f"{folder}/{_PACKAGE}" for folder in path.parents if folder.parts]
+        folders = [folder for folder in path.parents if folder.parts]
+        bare = [folder for folder in folders if f"{folder}/{_PACKAGE}" not in loaded.files]
+        around = [f"{folder}{end}" for folder in bare for end in (f"/{_PACKAGE}", _PYTHON)]
         places = (f"{path.with_suffix('')}/{_PACKAGE}", *around)
         return next((place for place in places if place in self.files and place not in loaded.files), None)
 
@@ -178,6 +184,7 @@ def content_of(record: PluginRecord) -> Content:
         frozenset(name for name, path in paths.items() if os.path.realpath(path) in manifests),
         {(c.family, c.of, c.name): _digest(record, c) for c in record.contributions},
         {(c.family, c.of, c.name): c.target.partition(":")[0] for c in record.contributions},
+        tuple(sorted({name.partition("/")[0] for name in record.files()})),
     )
 
 
@@ -239,12 +246,12 @@ class FileStamps:
         )
 
 
-def _stamps(record: PluginRecord) -> dict[str, tuple[int, int, int]]:
+def _stamps(record: PluginRecord) -> dict[str, tuple[int, int, int, int]]:
     try:
         found = {name: path.stat() for name, path in _paths(record).items()}
     except OSError as error:
         raise PluginLoadError(f"a file of {record.title} cannot be read: {error}") from error
-    return {name: (one.st_mtime_ns, one.st_size, one.st_ino) for name, one in found.items()}
+    return {name: (one.st_mtime_ns, one.st_ctime_ns, one.st_size, one.st_ino) for name, one in found.items()}
 
 
 class LoadedFiles:

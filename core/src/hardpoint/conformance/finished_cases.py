@@ -7,8 +7,7 @@ The file has a line of JSON for the run, and behind it one for each case, in the
      "results": [...]}
 
 A line is written at once when its case has ended. One that a crash cut short is dropped. A case in which the process
-died or ran out of time is not kept: the next run tries it again. Nor is one that finished after a file of the plugin
-had changed.
+died or ran out of time is kept once the run has come to its end: one that was ended itself tries the case again.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -30,7 +29,12 @@ from hardpoint.conformance.certificate_file import Line
 from hardpoint.conformance.content import FileStamps, Loaded
 from hardpoint.conformance.proof import Key
 from hardpoint.conformance.trials import Result
-from hardpoint_plugin_api import ConfigError
+from hardpoint_plugin_api import ConfigError, PluginLoadError
+
+
+class _LoadedLine(BaseModel):
+    files: list[str]
+    absent: list[str]
 
 
 class _Case(BaseModel):
@@ -40,7 +44,7 @@ class _Case(BaseModel):
     case: str
     date: str
     device: dict[str, str | None]
-    loaded: dict[Literal["files", "absent"], list[str]]
+    loaded: _LoadedLine
     results: list[Line]
 
 
@@ -48,11 +52,11 @@ class FinishedCases:
     """The finished cases of one run; several threads may read and add. To be closed."""
 
     def __init__(self, path: Path, run: Mapping[str, Any], stamps: FileStamps) -> None:
-        """Read the file at ``path``, or make it. ``run`` is plain data that says which run it is, ``stamps`` are those
-        of the plugin's files as the run found them.
+        """Read the file at ``path``, or make it. ``run`` is plain data that says which run it is, ``stamps`` are the
+        stamps of the plugin's files as the run found them.
 
-        Raises ConfigError where the file is of another run, is none of these, cannot be read or written, or where
-        another process has it open.
+        Raises ConfigError where the file is of another run, is no file of finished cases, lies among the plugin's
+        files, or cannot be read or written, and where another process has it open.
         """
         self._path, self._stamps, self._lock = path, stamps, Lock()
         self._results: dict[tuple[Key, str], list[Result]] = {}
@@ -68,6 +72,10 @@ class FinishedCases:
         try:
             self._have()
             self._read(json.loads(json.dumps(run)))
+            if stamps.changed():
+                raise ConfigError(
+                    f"--resume {path}: lies among the plugin's files, and would change them; name another"
+                )
         except BaseException:
             self._file.close()
             raise
@@ -82,6 +90,10 @@ class FinishedCases:
             raise ConfigError(
                 f"--resume {self._path}: another run writes to it; wait for its end, or name another file"
             ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"--resume {self._path}: cannot be locked: {error.strerror}; name another file"
+            ) from error
 
     def _read(self, run: Mapping[str, Any]) -> None:
         self._file.seek(0)
@@ -92,6 +104,7 @@ class FinishedCases:
                 raise self._is_something_else()
             self._file.truncate(0)
             self._append({"run": run})
+            self._size = os.fstat(self._file.fileno()).st_size
             return
         first, *lines = whole.split(b"\n")
         self._compare(first, run)
@@ -102,10 +115,12 @@ class FinishedCases:
                 raise ConfigError(
                     f"--resume {self._path}: line {number} is no finished case; name another file"
                 ) from error
-            self._device, self.oldest = one.device, min(one.date, self.oldest or one.date)
+            self._check(one.device)
+            self.oldest = min(one.date, self.oldest or one.date)
             data = json.loads(line)
             self._keep(one.key, one.case, map(Result.from_json, data["results"]), Loaded.from_json(data["loaded"]))
-        self._file.truncate(len(text) - len(cut))
+        self._size = len(text) - len(cut)
+        self._file.truncate(self._size)
 
     def _compare(self, first: bytes, run: Mapping[str, Any]) -> None:
         try:
@@ -134,25 +149,30 @@ class FinishedCases:
         return len(self._results)
 
     def results_of(self, key: Key, case: str, device: Mapping[str, Any]) -> Sequence[Result] | None:
-        """The results of a case; None where it has not finished. Raises ConfigError where those in the file are of
-        another device."""
-        found = self._results.get((key, case))
-        if found is not None and self._device != device:
-            raise self._is_of_another_run("device", self._device, device)
-        return found
+        """The results of a case; None where it has not finished. Raises ConfigError where the file is of another
+        device."""
+        self._check(device)
+        return self._results.get((key, case))
+
+    def _check(self, device: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._device = self._device or dict(device)
+            if self._device != device:
+                raise self._is_of_another_run("device", self._device, device)
 
     def loaded_by(self, key: Key) -> Loaded:
         """The content that the finished cases of a contribution loaded."""
         return self._loaded.get(key, Loaded())
 
     def add(self, key: Key, case: str, device: Mapping[str, Any], results: Sequence[Result], loaded: Loaded) -> None:
-        """Keep a case that has ended, and the content that its process loaded, unless the plugin's files have changed.
+        """Keep a case that has ended, and the content that its process loaded.
 
-        Raises ConfigError where it cannot be written.
+        Raises ConfigError where it cannot be written, or the device is another one, and PluginLoadError where the
+        plugin's files have changed: no certificate will come of the run.
         """
-        if self._stamps.changed():
-            return
-        self._device = device
+        if changed := self._stamps.changed():
+            raise PluginLoadError(f"{changed} changed while it was tried: nothing is certified; run it again")
+        self._check(device)
         self._keep(key, case, results, loaded)
         where = {"key": key, "case": case, "date": now(), "device": dict(device), "loaded": loaded.to_json()}
         self._append({**where, "results": [result.to_json() for result in results]})
@@ -164,16 +184,26 @@ class FinishedCases:
 
     def _append(self, data: Mapping[str, Any]) -> None:
         line = _line(data)
-        try:
-            written = os.write(self._file.fileno(), line)  # at the end, and in one piece
-        except OSError as error:
-            raise ConfigError(f"--resume {self._path}: cannot be written: {error.strerror}") from error
-        if written != len(line):
-            raise ConfigError(f"--resume {self._path}: cannot be written: the disk is full")
+        with self._lock:
+            if self._file.closed:  # the run was ended
+                return
+            size = os.fstat(self._file.fileno()).st_size
+            try:
+                written = os.write(self._file.fileno(), line)
+            except OSError as error:
+                raise ConfigError(f"--resume {self._path}: cannot be written: {error.strerror}") from error
+            if written != len(line):
+                os.ftruncate(self._file.fileno(), size)
+                raise ConfigError(f"--resume {self._path}: cannot be written: the disk is full")
+
+    def drop(self) -> None:
+        """Take out the cases that this run has added: nothing may be certified by them."""
+        os.ftruncate(self._file.fileno(), self._size)
 
     def close(self) -> None:
         """Let other runs have the file."""
-        self._file.close()
+        with self._lock:
+            self._file.close()
 
     def __enter__(self) -> FinishedCases:
         return self

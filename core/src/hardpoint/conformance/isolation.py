@@ -157,9 +157,11 @@ class Isolated:
 
     def run(self, case: str) -> Iterator[Result]:
         """See Runner."""
-        if self.finished is not None and (found := self.finished.results_of(self._key, case, self.list().device)):
-            yield from found
-            return
+        if self.finished is not None:
+            found = self.finished.results_of(self._key, case, self.list().device)
+            if found is not None:
+                yield from found
+                return
         if self._known.deaths >= _MOST_DEATHS:
             fault = DeathError("not-run", f"the process died {_MOST_DEATHS} times before; the rest is not tried")
             yield self._failed(case, "process", fault)

@@ -313,7 +313,7 @@ class StoreProbe:
             return torch.searchsorted(pages, used // block) * block + used % block
 
         def parts(content: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            """The slots that are written to, and the others: how the one are rounded says nothing of the other."""
+            """The slots that are written to, and the others: rounding errors of the first say nothing of the others."""
             flat, index = content.flatten(0, 1), index.to(content.device)
             others = torch.ones(len(flat), dtype=torch.bool, device=flat.device).index_fill_(0, index, False)
             return flat[index], flat[others]
