@@ -316,6 +316,21 @@ def test_the_command_that_certifies_has_the_engines_settings(tried_plugin: Path)
     assert "--level full --setting tried.speed=2 --json" in str(refused.fix)
 
 
+def test_a_refusal_names_the_file_that_changed(tried_plugin: Path, tmp_path: Path) -> None:
+    certify(discover(), order("right", level="quick"), jobs=1).write(tmp_path / "c.json")
+    plugins, kernels = discover(), tried_plugin / "hp_tried" / "kernels.py"
+    config = EngineConfig.create(model="demo", certificates=str(tmp_path), plugin_config=ONE_THREAD)
+    offer = next(o for o in plugins.offers("op", "rms_norm") if o.contribution.name == "tried_right")
+    text = kernels.read_text()
+    try:
+        kernels.write_text(f"{text}\n")
+        refused = Certificates(plugins, config.with_plugin_keys(plugins.config_keys())).refusal(offer, _cpu(plugins))
+    finally:
+        kernels.write_text(text)
+    assert refused is not None
+    assert refused.message == "its certificate was made with other sources: hp_tried/kernels.py has changed"
+
+
 def test_a_shipped_certificate_is_found_and_changes_no_hash(tried_plugin: Path) -> None:
     before = content_of(discover().record("tried")).hash
     shipped = tried_plugin / "hp_tried" / "certificates" / "cpu.json"
@@ -370,6 +385,7 @@ def test_require_certified_refuses_the_rest_and_explain_says_why(tried_plugin: P
     reasons = {r.offer.contribution.name: r.reasons[0] for r in rows[0].rejected}
     assert reasons["tried_right"].code == "not-certified"
     assert (reasons["tried_right"].wanted, reasons["tried_right"].supported) == ("level full or better", "quick")
+    assert reasons["tried_right"].message.endswith("is of level quick")
     command = "hardpoint conform tried --family op --name tried_right --level full --json"
     assert command in str(reasons["tried_right"].fix)
     assert f"by this kit's rules (version {KIT_VERSION})" in reasons["tried_right"].message

@@ -385,9 +385,12 @@ class Certificates:
             f"no certificate by this kit's rules (version {KIT_VERSION}) shows it right in its installed version on "
             f"{_kind(device)}, with this engine's settings"
         )
-        if not standing.level and standing.unproved:
+        if standing.level:
+            rules = f"by this kit's rules (version {KIT_VERSION})"
+            what = f"its certificate {rules} on {_kind(device)} is of level {standing.level}"
+        elif standing.unproved:
             what = ": ".join(filter(None, [f"it was tried on {_kind(device)}, and {standing.unproved}", standing.why]))
-        elif not standing.level and standing.stale:
+        elif standing.stale:
             what = f"its certificate was {standing.stale}"
         return Reason(
             "not-proved" if not standing.level and standing.unproved else "not-certified",
