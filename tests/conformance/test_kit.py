@@ -281,6 +281,19 @@ def test_a_certificate_counts_for_the_content_and_device_that_it_names(tried_plu
         standing(plugins, "tried_right", tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("text", ["{}", '{"run": {}}\n{"key": []}\n', "", "\xff"])
+def test_a_file_beside_certificates_that_is_none_is_passed_over(
+    tried_plugin: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    good = certified("right")
+    good.write(tmp_path / "good.json")
+    (tmp_path / "bad.json").write_text(text, encoding="latin-1")
+    assert standing(discover(), "tried_right", tmp_path) == f"quick, {good.created[:10]}"
+    (warning,) = [r.getMessage() for r in caplog.records if "bad.json" in r.getMessage()]
+    assert "is no certificate" in warning
+    assert warning.endswith("nothing is certified by this file: move it, or make the certificate anew")
+
+
 @pytest.mark.parametrize(
     ("made", "runs", "counts"),
     [

@@ -19,6 +19,7 @@ folder alone counts.
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from hardpoint.conformance.trials import Result
     from hardpoint.plugin_host import Offer, PluginSet
     from hardpoint.plugin_host.record import PluginRecord
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 KIT_VERSION = 11
@@ -445,12 +448,22 @@ class Certificates:
     def _all(self, paths: Iterable[Path]) -> Iterator[Certificate]:
         for path in paths:
             if path not in self._files:
-                self._files[path] = read_certificate(path)
-            yield self._files[path]
+                self._files[path] = _read_or_warn(path)
+            if (found := self._files[path]) is not None:
+                yield found
 
     @cached_property
-    def _files(self) -> dict[Path, Certificate]:
+    def _files(self) -> dict[Path, Certificate | None]:
         return {}
+
+
+def _read_or_warn(path: Path) -> Certificate | None:
+    """The certificate in a file; where there is none, a warning says so, and nothing is certified by it."""
+    try:
+        return read_certificate(path)
+    except ConfigError as error:
+        logger.warning("%s; nothing is certified by this file: move it, or make the certificate anew", error)
+        return None
 
 
 def _kind(device: DeviceInfo) -> str:
