@@ -131,10 +131,12 @@ class Content:
         if self.entries.get(sources.key) != sources.entry:
             return "its entry in the manifest, or a config key of the plugin, has changed"
         always, loaded = _counting(files), sources.loaded
-        changed = [name for name in sorted(always.keys() | self.always) if always.get(name) != self.always.get(name)]
-        changed += [name for name in sorted(loaded.files) if self.files.get(name, "") != files.get(name)]
-        if changed or not loaded.files:
-            return f"{changed[0] if changed else 'a file of the plugin'} has changed"
+        if not loaded.files:
+            return "it names no files"
+        for file in (*sorted(always.keys() | self.always), *sorted(loaded.files)):
+            here, there = self.files.get(file), files.get(file)
+            if here != there or here is None:
+                return f"{file} {'is missing' if here is None else 'is new' if there is None else 'has changed'}"
         platforms = [self._files_of(self.targets[key]) for key in self.targets if key[0] == "platform"]
         if any(platforms) and not any(files & loaded.files for files in platforms):
             return "the target of the plugin's platform has changed"

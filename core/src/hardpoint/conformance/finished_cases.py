@@ -145,9 +145,6 @@ class FinishedCases:
             "file"
         )
 
-    def __len__(self) -> int:
-        return len(self._results)
-
     def results_of(self, key: Key, case: str, device: Mapping[str, Any]) -> Sequence[Result] | None:
         """The results of a case; None where it has not finished. Raises ConfigError where the file is of another
         device."""
