@@ -22,7 +22,7 @@ _METHODS = (
     "int8:activations=none",
     "int4",
     "int4:group_size=32",
-    "int4:group_size=32,symmetric=true",
+    "int4:group_size=32,symmetric=false",
 )
 _WINDOW = 512
 
