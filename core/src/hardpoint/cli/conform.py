@@ -149,8 +149,9 @@ def conform(
     """Run the contributions of PLUGIN on the inputs that break kernels, against references in higher precision.
 
     Each claim of a contribution is tried; inputs that it does not claim are recorded as unsupported. The exit code is 1
-    if a check failed, and if a contribution for this hardware is not proved: its values were compared in no case. A
-    shard is not judged by what the other shards hold: 'hardpoint merge-certificates' has the last word.
+    if a check failed, and if a contribution for this hardware is not proved: its values, or those of a claimed spec,
+    were compared in no case. A shard is not judged by what the other shards hold: 'hardpoint merge-certificates' has
+    the last word.
     """
     require_extra("conform", "hardpoint conform")
     from hardpoint.conformance.certify import certify

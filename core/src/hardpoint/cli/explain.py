@@ -47,8 +47,8 @@ def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: b
     """Show which implementation would serve each part of MODEL, and why not the others. Loads no weights.
 
     There is a line for each family and kind of layer, op or matrix, and for each range of tokens where several
-    implementations share it. Below stand the reasons that somebody can act on, or that the workload gives; --all shows
-    every workload and every reason. For hardware that is not here, "?" marks an implementation that could not be asked
+    implementations share it. Below it stand the reasons that a user can act on, or that follow from the workload; --all
+    shows every workload and every reason. For hardware that is not here, "?" marks an implementation that could not be asked
     whether it supports the workload.
     """
     from hardpoint.engine.explain import explain as ask

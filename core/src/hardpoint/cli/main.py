@@ -33,7 +33,7 @@ COMMANDS = {
     "conform": Lazy("hardpoint.cli.conform:conform", "Prove a plugin's kernels, case by case."),
     "merge-certificates": Lazy("hardpoint.cli.conform:merge_certificates", "Join the certificates of a run's shards."),
     "bench": Lazy("hardpoint.cli.bench:bench", "Measure speed, beside the hardware's limit and another engine."),
-    "calibrate": Lazy("hardpoint.cli.calibrate:calibrate", "Write scales for a KV cache of 8 bits."),
+    "calibrate": Lazy("hardpoint.cli.calibrate:calibrate", "Write scales for a KV cache of 8 or 4 bits."),
     "tune": Lazy("hardpoint.cli.tune:tune", "Measure kernels on this device, and save the fastest."),
     "env": Lazy("hardpoint.cli.env:env", "Report versions, devices and what is missing."),
 }

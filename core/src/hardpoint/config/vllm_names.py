@@ -70,7 +70,7 @@ class VllmName:
 
 
 def speculative_config(value: object) -> Settings:
-    """read: `method` ngram, `num_speculative_tokens`, `prompt_lookup_min` and `prompt_lookup_max`."""
+    """supported keys: `method` ngram, `num_speculative_tokens`, `prompt_lookup_min` and `prompt_lookup_max`."""
     given = _mapping(value)
     method = given.pop("method", None)
     if method != "ngram":
@@ -80,7 +80,7 @@ def speculative_config(value: object) -> Settings:
 
 
 def compilation_config(value: object) -> Settings:
-    """read: `custom_ops`, and `cudagraph_mode` NONE (the same as --enforce-eager), FULL, PIECEWISE or both."""
+    """supported keys: `custom_ops`, and `cudagraph_mode` NONE (the same as --enforce-eager), FULL, PIECEWISE or both."""
     if isinstance(value, int) or (isinstance(value, str) and value.isdigit()):
         return optimization_level(value)
     given = _mapping(value)
@@ -97,7 +97,7 @@ def compilation_config(value: object) -> Settings:
 
 
 def optimization_level(value: object) -> Settings:
-    """read: 0 is --enforce-eager; 1 to 3 are accepted, there are no other levels."""
+    """supported: 0 is --enforce-eager; 1 to 3 are accepted, there are no other levels."""
     if str(value).upper() == "NONE" or str(value) == "0":
         return {"enforce_eager": True}
     if str(value) not in ("1", "2", "3"):

@@ -133,8 +133,10 @@ class Linear(PluggableLayer, name="linear"):
         return torch.empty(rows.shape[0], features, dtype=getattr(torch, self.dtype), device=rows.device)
 
     def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
-        """[T, in] -> [T, out], both as on this rank. Divided by columns, the sum over ranks is still to be taken.
+        """[T, in] -> [T, out], this rank's features of both.
 
+        Where ranks divide the input features (``column_shard``), the result is this rank's partial sum, and the caller
+        sums over the ranks.
         ``x`` may be quantized in the form of ``input_spec``.
         """
         if self._apart:

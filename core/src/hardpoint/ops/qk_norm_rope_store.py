@@ -86,8 +86,8 @@ def qk_norm_rope_store(
     The norm of q (of k) is left out where ``q_weight`` (``k_weight``), [D], is None; the rotation where ``cos_sin``,
     float32 [P, R], is. ``positions`` int64 [T], ``slot_mapping`` int32 [T]. Mutates ``cache``, whose views ``k`` and
     ``v`` are [pages, block, K, D] in the layout "plain", the one that the reference writes. ``q`` and ``k`` may be
-    written to if the outputs are they. Positions, slots and table stand there before what makes q, k and v begins:
-    a kernel that is launched early reads them while that still runs.
+    written to if the outputs are they. Positions, slots and table are complete before the kernel that
+    produces q, k and v begins: one that is launched early reads them while that kernel still runs.
     """
     whole = _chain(rms_norm.reference, rotary_embedding.reference, _plain_store(store_kv.reference))
     return whole(q, k, v, cos_sin, positions, cache, slot_mapping, q_weight, k_weight, eps=eps, interleaved=interleaved)

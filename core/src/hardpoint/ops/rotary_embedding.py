@@ -60,8 +60,8 @@ def rotary_embedding(
 
     ``positions`` int64 [T] are rows of ``cos_sin`` float32 [P, R]: R/2 cosines, then R/2 sines. The first R of D
     elements rotate, in pairs (i, i + R/2), or (2i, 2i + 1) if ``interleaved``; the rest pass through. Computed in
-    float32 or wider. ``q`` and ``k`` may be written to if the outputs are they. Positions and table stand there before
-    what makes q and k begins: a kernel that is launched early reads them while that still runs.
+    float32 or wider. ``q`` and ``k`` may be written to if the outputs are they. Positions and table are complete before
+    the kernel that produces q and k begins: one that is launched early reads them while that kernel still runs.
     """
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
