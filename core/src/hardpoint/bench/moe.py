@@ -41,8 +41,9 @@ Loads = Sequence[Sequence[float]]
 def moe(routing: str | None, ranks: int, experts: int, redundant: int, layers: int, exponent: float) -> BenchResult:
     """Place experts by the first half of the tokens, and again by the second half.
 
-    A load is the busiest rank's, in the layer where it is highest, over the mean of all ranks. The roofline is 1: equal loads. Without a
-    recorded routing the loads of the second half are those of the first, times numbers from 0.8 to 1.25.
+    A load is the busiest rank's, in the layer where it is highest, over the mean of all ranks. The roofline is 1: equal
+    loads. Without a recorded routing the loads of the second half are those of the first, times numbers from 0.8 to
+    1.25.
     """
     first, second = _drawn(layers, experts, exponent) if routing is None else _recorded(routing, experts)
     even = [Placement.even(experts, ranks, redundant)] * len(first)

@@ -48,8 +48,8 @@ def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: b
 
     There is a line for each family and kind of layer, op or matrix, and for each range of tokens where several
     implementations share it. Below it stand the reasons that a user can act on, or that follow from the workload; --all
-    shows every workload and every reason. For hardware that is not here, "?" marks an implementation that could not be asked
-    whether it supports the workload.
+    shows every workload and every reason. For hardware that is not here, "?" marks an implementation that could not be
+    asked whether it supports the workload.
     """
     from hardpoint.engine.explain import explain as ask
 

@@ -220,7 +220,7 @@ def linear(
     click.echo(f"written to {path}; an engine reads it with --tuning-file {path}")
 
 
-@tune.command(cls=EngineCommand, short_help="Find how many blocks each pipeline stage needs so that all take equally long.")
+@tune.command(cls=EngineCommand, short_help="Find the blocks of each pipeline stage with which all take equally long.")
 @click.option(
     "--tokens",
     default=2048,

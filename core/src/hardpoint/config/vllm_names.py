@@ -80,7 +80,7 @@ def speculative_config(value: object) -> Settings:
 
 
 def compilation_config(value: object) -> Settings:
-    """supported keys: `custom_ops`, and `cudagraph_mode` NONE (the same as --enforce-eager), FULL, PIECEWISE or both."""
+    """supported keys: `custom_ops`, and `cudagraph_mode` NONE (as --enforce-eager), FULL, PIECEWISE or both."""
     if isinstance(value, int) or (isinstance(value, str) and value.isdigit()):
         return optimization_level(value)
     given = _mapping(value)

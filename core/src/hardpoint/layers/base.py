@@ -57,9 +57,9 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
     plain. It is set at construction.
 
     Where ranks divide a model, arguments and results of a layer are whole on every rank, but for those of ``linear``:
-    a layer that computes a partial sum sums over the ranks itself. It may leave that to the layer that reads its result, if that layer can;
-    ``sum_later`` settles this at construction. A class states these abilities for its own ``forward``: a derived class
-    with another ``forward`` must state them again.
+    a layer that computes a partial sum sums over the ranks itself. It may leave that to the layer that reads its
+    result, if that layer can; ``sum_later`` settles this at construction. A class states these abilities for its own
+    ``forward``: a derived class with another ``forward`` must state them again.
     """
 
     pluggable_name: ClassVar[str | None] = None

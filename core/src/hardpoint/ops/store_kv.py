@@ -65,8 +65,8 @@ def store_kv(
     """Write k, v [T, K, D] to k_cache, v_cache [pages, block, K, D], cast to their dtype by rounding to nearest even.
 
     ``slot_mapping`` int32 [T] holds page * block + offset. Slots of requests differ; padding rows share slots of the
-    null page, whose content is undefined. Mutates the caches alone. Slots are complete before the kernel that produces k
-    and v begins: one that is launched early reads them while that kernel still runs.
+    null page, whose content is undefined. Mutates the caches alone. Slots are complete before the kernel that produces
+    k and v begins: one that is launched early reads them while that kernel still runs.
     """
     slots, block = slot_mapping.long(), k_cache.shape[1]
     pages, offsets = slots // block, slots % block
