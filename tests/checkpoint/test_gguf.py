@@ -284,3 +284,59 @@ def test_types_and_vocabularies_that_are_not_read_are_named(tmp_path: Path) -> N
     write_gguf(file, metadata, {})
     with pytest.raises(CheckpointError, match=r"m\.gguf holds no tokenizer; name a folder .*--tokenizer"):
         Tokenizer.load(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "tensors", "message"),
+    [
+        ("qwen3", {"qwen3.block_count": 2_000_000_000}, {}, r"block_count is 2000000000, and there are .* 2 blocks"),
+        ("qwen3moe", {"qwen3moe.expert_count": 0}, {}, r"qwen3moe\.expert_count is missing or 0; qwen3moe is read"),
+        ("qwen3", {}, {"rope_freqs.weight": torch.empty(0)}, r"rope_freqs\.weight has 0 numbers, and rope\.freq_base"),
+        (
+            "qwen3",
+            {"qwen3.rope.freq_base": "high"},
+            {"rope_freqs.weight": torch.ones(4)},
+            r"rope_freqs\.weight has 4 numbers, and rope\.freq_base is 'high'",
+        ),
+        ("qwen3", {}, {"token_embd.weight": torch.tensor(1.0)}, r"'token_embd\.weight' has 0 axes; 1 to 4 are read"),
+        ("qwen3", {}, {"token_embd.weight": torch.ones(64)}, r"'vocab_size'"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(
+    tmp_path: Path, name: str, metadata: dict[str, Any], tensors: dict[str, torch.Tensor], message: str
+) -> None:
+    """At once: a model of two thousand million blocks is not built first."""
+    whole, file = Container.read(FIXTURES / f"{name}.gguf"), tmp_path / "model.gguf"
+    write_gguf(file, {**whole.metadata, **metadata}, {**whole.tensors, **tensors})
+    with pytest.raises(CheckpointError, match=message), small_llm(file, skip_tokenizer_init=True):
+        pass
+
+
+def test_names_and_lists_of_the_container_are_checked(tmp_path: Path) -> None:
+    (file := tmp_path / "m-00001-of-00000.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"the name says part 1 of 0; rename the file"):
+        open_files(file)
+    metadata, file = dict(Container.read(FIXTURES / "qwen3.gguf").metadata), tmp_path / "m.gguf"
+    nested = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)
+    file.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<I", 9) + nested)
+    with pytest.raises(CheckpointError, match="damaged or truncated GGUF file: maximum recursion depth"):
+        open_files(file)
+    write_gguf(file, metadata, {"a": torch.ones(1), "b": torch.ones(1)})
+    file.write_bytes(file.read_bytes().replace(struct.pack("<Q", 1) + b"b", struct.pack("<Q", 1) + b"a"))
+    with pytest.raises(CheckpointError, match=r"tensor 'a' stands there twice; convert the model anew"):
+        open_files(file)
+
+
+def test_settings_of_a_vocabulary_are_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A special token beyond the vocabulary is left out with a warning, as llama.cpp does."""
+    whole, file = Container.read(FIXTURES / "vocabulary-llama-bpe.gguf"), tmp_path / "m.gguf"
+    write_gguf(file, {**whole.metadata, "tokenizer.ggml.padding_token_id": 2**32 - 1}, {})
+    assert Tokenizer.load(file).eos_token_id == 2
+    assert "tokenizer.ggml.padding_token_id is 4294967295, of" in caplog.text
+    for key, value, message in (
+        ("tokenizer.ggml.add_bos_token", "false", r"add_bos_token must be true or false, got 'false'"),
+        ("tokenizer.chat_templates", 7, r"tokenizer\.chat_templates must be a list of names, got 7"),
+    ):
+        write_gguf(file, {**whole.metadata, key: value}, {})
+        with pytest.raises(CheckpointError, match=message):
+            Tokenizer.load(file)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hardpoint.checkpoint.gguf.changes import EXPONENTIAL, FLAT_FILTER, UNCHANGED, Change
-from hardpoint.checkpoint.gguf.derived import Derive, deepseek2, glm4_moe, gpt_oss, qwen3_next
+from hardpoint.checkpoint.gguf.derived import Derive, deepseek2, gemma3, glm4_moe, gpt_oss, qwen3_next
 from hardpoint_plugin_api import CheckpointError, UnknownNameError
 
 KEYS: Mapping[str, str] = {
@@ -225,9 +225,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Gemma3ForCausalLM",
         _ATTENTION | _SANDWICH | _DENSE | _HEAD_NORMS,
         _CAPS,
-        {"rope_local_base_freq": 10_000.0},
         norms_plus_one=True,
         wide_queries=62,
+        derive=gemma3,
     ),
 }
 """By ``general.architecture``, with ``, experts`` behind it where the model has experts, and ``by sigmoid`` where it
@@ -238,7 +238,8 @@ _SIGMOID = 2
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Modules outside of blocks."""
 
-ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_FACTORS = ("rope_freqs.weight", LONG_FACTORS, SHORT_FACTORS)
 """Tensors that are settings of the rotary embedding, and no weights."""
 
 
@@ -251,6 +252,8 @@ def architecture_of(metadata: Mapping[str, Any], file: object) -> Architecture:
     if metadata.get(f"{name}.expert_gating_func") == _SIGMOID:
         key += " by sigmoid"
     if key not in ARCHITECTURES:
+        if any(other.startswith(f"{name}, experts") for other in ARCHITECTURES):
+            raise CheckpointError(f"{file}: {name}.expert_count is missing or 0; {name} is read with experts alone")
         known = sorted({each.partition(",")[0] for each in ARCHITECTURES})
         raise UnknownNameError("GGUF architecture", key, known, f"It stands in {file}.")
     return ARCHITECTURES[key]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from hardpoint.checkpoint.gguf.architectures import KEYS, Architecture
+from hardpoint.checkpoint.gguf.architectures import KEYS, LONG_FACTORS, SHORT_FACTORS, Architecture
 from hardpoint.checkpoint.gguf.container import Container
 from hardpoint_plugin_api import CheckpointError
 
@@ -27,15 +27,19 @@ _CONTROL = 3
 
 
 def make_config(container: Container, architecture: Architecture) -> dict[str, Any]:
-    """The ``config.json``. Raises CheckpointError for a rotary embedding that cannot be expressed there."""
+    """The ``config.json``.
+
+    Raises CheckpointError for a rotary embedding that cannot be expressed there, and for more blocks than there are.
+    """
     metadata, tensors = container.metadata, container.tensors
     prefix = f"{metadata['general.architecture']}."
     given = {key: _exact(metadata[prefix + key]) for key in metadata_keys(metadata, prefix)}
+    _check_blocks(container, given, prefix)
     config: dict[str, Any] = {"architectures": [architecture.hf_class], **architecture.constants}
     config |= {ours: given[key] for key, ours in {**KEYS, **architecture.keys}.items() if key in given}
     if config.get("sliding_window") == 0:
         config["sliding_window"] = None
-    if "token_embd.weight" in tensors:
+    if "token_embd.weight" in tensors and len(tensors["token_embd.weight"].shape) == 2:
         config["vocab_size"] = tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_output.bias" in tensors
@@ -45,6 +49,17 @@ def make_config(container: Container, architecture: Architecture) -> dict[str, A
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = metadata.get(f"tokenizer.ggml.{key}_token_id")
     return config | _dtypes(container)
+
+
+def _check_blocks(container: Container, given: Mapping[str, Any], prefix: str) -> None:
+    """Compare the number of blocks with the tensors' names, since a model of any number would be built at first."""
+    count, further = given.get("block_count"), given.get("nextn_predict_layers", 0)
+    present = {name.split(".")[1] for name in container.tensors if name.startswith("blk.")}
+    if type(count) is int and type(further) is int and count - further > len(present):
+        raise CheckpointError(
+            f"{container.file}: {prefix}block_count is {count}, and there are tensors of {len(present)} blocks; "
+            "copy or download the file again"
+        )
 
 
 def make_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +106,8 @@ def _rope(container: Container, given: Mapping[str, Any]) -> dict[str, Any]:
     factor = given.get("rope.scaling.factor", given.get("rope.scale_linear"))
     if "rope_freqs.weight" in container.tensors:
         return {"rope_scaling": _llama3(container, given)}
+    if kind == "longrope" or not container.tensors.keys().isdisjoint((LONG_FACTORS, SHORT_FACTORS)):
+        return {"rope_scaling": _longrope(container, given)}
     if kind == "none" and factor in (None, 0.0, 1.0):
         return {}
     scaling = {"rope_type": "linear" if kind == "none" else kind, "factor": factor}
@@ -104,10 +121,28 @@ def _rope(container: Container, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}
 
 
+def _longrope(container: Container, given: Mapping[str, Any]) -> dict[str, Any]:
+    """LongRoPE of Phi-3 and 4: the file has two lists of what frequencies are divided by (``conversion/phi.py``)."""
+    found = {"long_factor": LONG_FACTORS, "short_factor": SHORT_FACTORS}
+    if missing := [name for name in found.values() if name not in container.tensors]:
+        raise CheckpointError(f"{container.file}: {missing[0]} of LongRoPE is missing; convert the model anew")
+    scaling = {
+        "factor": given.get("rope.scaling.factor"),
+        "original_max_position_embeddings": given.get("rope.scaling.original_context_length"),
+        "attention_factor": given.get("rope.scaling.attn_factor"),
+    }
+    lists = {key: [_exact(x) for x in container.tensors[name].floats()] for key, name in found.items()}
+    return {"rope_type": "longrope", **{key: x for key, x in scaling.items() if x is not None}, **lists}
+
+
 def _llama3(container: Container, given: Mapping[str, Any]) -> dict[str, Any]:
     """Llama 3's scaling, of which the file has what each frequency is divided by."""
-    stored = container.tensors["rope_freqs.weight"].floats()
-    theta, factor = float(given.get("rope.freq_base", 10_000.0)), float(_exact(max(stored)))
+    stored, theta = container.tensors["rope_freqs.weight"].floats(), given.get("rope.freq_base", 10_000.0)
+    if not stored or type(theta) is not float:
+        raise CheckpointError(
+            f"{container.file}: rope_freqs.weight has {len(stored)} numbers, and rope.freq_base is {theta!r:.80}"
+        )
+    factor = float(_exact(max(stored)))
     low, high, context = _LLAMA3.values()
 
     def expected(i: int) -> float:

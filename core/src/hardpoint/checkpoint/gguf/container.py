@@ -118,8 +118,10 @@ class Container:
             metadata |= more if number == 0 else {}
             for tensor in found:
                 if tensor.name in tensors:
-                    other = tensors[tensor.name].file.name
-                    raise CheckpointError(f"{part}: tensor {tensor.name!r} is in {other} too; remove one of the files")
+                    other = tensors[tensor.name].file
+                    where = "stands there twice; convert the model anew"
+                    where = where if other == part else f"is in {other.name} too; remove one of the files"
+                    raise CheckpointError(f"{part}: tensor {tensor.name!r} {where}")
                 tensors[tensor.name] = tensor
         return cls(files[0], metadata, tensors)
 
@@ -130,6 +132,8 @@ def split_files(file: Path) -> list[Path]:
     if match is None:
         return [file]
     count = int(match["count"])
+    if not 1 <= int(match["number"]) <= count:
+        raise CheckpointError(f"{file}: the name says part {int(match['number'])} of {count}; rename the file")
     files = [file.with_name(f"{match['stem']}-{n:05}-of-{match['count']}.gguf") for n in range(1, count + 1)]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
@@ -149,7 +153,7 @@ def _read_file(file: Path) -> tuple[dict[str, Any], list[StoredBytes]]:
             return _Header(file, content).read()
     except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    except (struct.error, IndexError, UnicodeDecodeError) as error:
+    except (struct.error, IndexError, UnicodeDecodeError, RecursionError) as error:  # the last by arrays in arrays
         raise CheckpointError(f"{file}: damaged or truncated GGUF file: {error}; copy or download it again") from error
 
 
@@ -191,8 +195,8 @@ class _Header:
 
     def _tensor(self) -> StoredBytes:
         name, num_dims = self._string(), self._number("I")
-        if num_dims > _MOST_DIMS:
-            raise CheckpointError(f"{self._file}: tensor {name!r} has {num_dims} axes; at most {_MOST_DIMS} are read")
+        if not 1 <= num_dims <= _MOST_DIMS:
+            raise CheckpointError(f"{self._file}: tensor {name!r} has {num_dims} axes; 1 to {_MOST_DIMS} are read")
         shape = tuple(self._number("Q") for _ in range(num_dims))[::-1]
         number, offset = self._number("I"), self._number("Q")
         if number not in TYPES:
@@ -200,10 +204,10 @@ class _Header:
             told = UNREAD.get(number, str(number))
             raise CheckpointError(f"{self._file}: tensor {name!r} has type {told}, which is not read; read are {known}")
         kind = TYPES[number]
-        if kind.dtype is None and (not shape or shape[-1] % kind.columns):
+        if kind.dtype is None and shape[-1] % kind.columns:
             raise CheckpointError(
-                f"{self._file}: tensor {name!r} has rows of {shape[-1] if shape else 1} numbers, and blocks of "
-                f"{kind.name} have {kind.columns}"
+                f"{self._file}: tensor {name!r} has rows of {shape[-1]} numbers, and blocks of {kind.name} have "
+                f"{kind.columns}"
             )
         return StoredBytes(name, kind, shape, self._file, offset)
 

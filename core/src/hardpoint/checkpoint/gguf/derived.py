@@ -2,7 +2,8 @@
 
 Each function takes the file's values by their keys behind the architecture's name, and the names of its tensors. It
 changes the config that was made of the values one by one. Sources: ``conversion/deepseek.py``, ``conversion/glm.py``,
-``src/models/deepseek2.cpp`` and ``src/models/openai-moe.cpp`` of https://github.com/ggml-org/llama.cpp.
+``conversion/gemma.py``, ``src/models/deepseek2.cpp``, ``src/models/gemma3.cpp`` and ``src/models/openai-moe.cpp`` of
+https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -33,6 +34,21 @@ def deepseek2(given: Mapping[str, Any], tensors: Container[str], config: dict[st
     if scaling is not None and multiplier:
         weight = round(10 * multiplier, 6)  # the file has a tenth of it
         scaling |= {"mscale": weight, "mscale_all_dim": weight}
+
+
+def gemma3(given: Mapping[str, Any], tensors: Container[str], config: dict[str, Any]) -> None:
+    """Gemma 3: a file of a model whose layers all attend to all tokens has no window (``sliding_window_pattern`` 1).
+
+    Layers with a window rotate by a theta of their own. Which they are is a period, or a flag for each layer.
+    """
+    config["rope_local_base_freq"] = given.get("rope.freq_base_swa", 10_000.0)
+    layers, pattern = config.get("num_hidden_layers"), given.get("attention.sliding_window_pattern")
+    if config.get("sliding_window") is None and type(layers) is int:
+        config["layer_types"] = ["full_attention"] * layers
+    elif isinstance(pattern, list):
+        config["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+    elif pattern is not None:
+        config["sliding_window_pattern"] = pattern
 
 
 def gpt_oss(given: Mapping[str, Any], tensors: Container[str], config: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ _FILES: Mapping[str, _Maker] = {
     "config.json": _config,
     "generation_config.json": lambda container: make_generation_config(container.metadata),
     "tokenizer.json": lambda container: make_tokenizer(container.metadata, container.file),
-    "tokenizer_config.json": lambda container: make_tokenizer_config(container.metadata),
+    "tokenizer_config.json": lambda container: make_tokenizer_config(container.metadata, container.file),
 }
 """The files that metadata makes; None where the metadata has nothing of the kind."""
 

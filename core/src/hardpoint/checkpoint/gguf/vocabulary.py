@@ -5,12 +5,16 @@ Two kinds: byte-level BPE with merges (``gpt2``), and sentencepiece's BPE, whose
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hardpoint.checkpoint.gguf.pretokenizers import PRETOKENIZERS
+from hardpoint.logs import log_once
 from hardpoint_plugin_api import CheckpointError, UnknownNameError
+
+logger = logging.getLogger(__name__)
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Types of tokens (``llama_token_type``)."""
@@ -36,16 +40,19 @@ def make_tokenizer(metadata: Mapping[str, Any], file: Path) -> dict[str, Any] | 
     return _KINDS[kind](_Vocabulary(metadata, file))
 
 
-def make_tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``tokenizer_config.json``: names of special tokens, chat templates."""
-    texts = metadata.get(f"{_PREFIX}tokens", [])
-    config: dict[str, Any] = {}
+def make_tokenizer_config(metadata: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The ``tokenizer_config.json``: names of special tokens, chat templates.
+
+    Raises CheckpointError for names of chat templates that are no list.
+    """
+    vocabulary, config = _Vocabulary(metadata, file), dict[str, Any]()
     for theirs, ours in _NAMED.items():
-        number = metadata.get(f"{_PREFIX}{theirs}_token_id")
-        if type(number) is int and number < len(texts):
-            config[f"{ours}_token"] = texts[number]
-    template = "tokenizer.chat_template"
-    named = {name: metadata.get(f"{template}.{name}") for name in metadata.get("tokenizer.chat_templates", [])}
+        if vocabulary.texts and (text := vocabulary.token(theirs)) is not None:
+            config[f"{ours}_token"] = text
+    template, names = "tokenizer.chat_template", metadata.get("tokenizer.chat_templates", [])
+    if not isinstance(names, list):
+        raise CheckpointError(f"{file}: tokenizer.chat_templates must be a list of names, got {names!r:.80}")
+    named = {str(name): metadata.get(f"{template}.{name}") for name in names}
     templates = {"default": metadata.get(template)} | named
     found = [{"name": name, "template": text} for name, text in templates.items() if isinstance(text, str)]
     if found:
@@ -77,13 +84,24 @@ class _Vocabulary:
         return str(self._metadata.get(f"{_PREFIX}{name}", ""))
 
     def flag(self, name: str, default: bool) -> bool:
-        """A setting that is true or false."""
-        return bool(self._metadata.get(f"{_PREFIX}{name}", default))
+        """A setting that is true or false. Raises CheckpointError for anything else."""
+        value = self._metadata.get(f"{_PREFIX}{name}", default)
+        if type(value) is not bool:
+            raise CheckpointError(f"{self.file}: {_PREFIX}{name} must be true or false, got {value!r:.80}")
+        return value
 
     def token(self, name: str) -> str | None:
-        """The text of the special token ``name``."""
+        """The text of the special token ``name``; None where there is none, and with a warning for no token's number."""
         number = self._metadata.get(f"{_PREFIX}{name}_token_id")
-        return self.texts[number] if type(number) is int and number < len(self.texts) else None
+        if number is None:
+            return None
+        if type(number) is not int or not 0 <= number < len(self.texts):
+            text = (
+                f"{self.file}: {_PREFIX}{name}_token_id is {number!r:.80}, of {len(self.texts)} tokens; it is left out"
+            )
+            log_once(logger, logging.WARNING, text, text, make_tokenizer_config)
+            return None
+        return self.texts[number]
 
     def ids(self) -> dict[str, int]:
         """Text -> id; of two with one text the first. Tokens that fill a vocabulary up are left out."""
