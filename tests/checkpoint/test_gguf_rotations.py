@@ -63,12 +63,8 @@ def test_longrope(tmp_path: Path) -> None:
     factors = {"rope_factors_long.weight": torch.tensor(long), "rope_factors_short.weight": torch.tensor(short)}
     rewritten("phi3", file, metadata, factors)
     scaling = {"type": "longrope", "short_factor": short, "long_factor": long}
-    config = transformers.Phi3Config(
-        **SIZES,
-        max_position_embeddings=longest,
-        original_max_position_embeddings=original,
-        rope_scaling=scaling,
-    )
+    lengths = {"max_position_embeddings": longest, "original_max_position_embeddings": original}
+    config = transformers.Phi3Config(**{**SIZES, **lengths, "rope_scaling": scaling})
     check(file, transformers.Phi3ForCausalLM(config))
     rewritten("phi3", file, metadata, {"rope_factors_long.weight": torch.tensor(long)})
     with pytest.raises(CheckpointError, match=r"rope_factors_short\.weight of LongRoPE is missing; convert"):

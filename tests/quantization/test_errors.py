@@ -45,6 +45,11 @@ def shape(name: str, *size: int) -> Callable[[Tensors], object]:
     return change
 
 
+def less(name: str) -> Callable[[Tensors], object]:
+    """Subtract one from a tensor of one module."""
+    return lambda tensors: tensors[f"{MODULE}.{name}"].sub_(1)
+
+
 @pytest.fixture
 def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where the checkpoint is streamed: by then, weights are being read."""
@@ -78,6 +83,8 @@ TENSORS = [
     ("ct-w4a16", shape("weight_scale", 96, 2), r"weight_scale' has shape \[96, 2\], the model expects \[96, 4\]"),
     ("ct-w4a16", drop("weight_packed"), r"missing tensors: model.layers.1.mlp.up_proj.weight_packed"),
     ("ct-w4a16-actorder", drop("weight_g_idx"), r"weight_g_idx' is missing, and actorder is set"),
+    ("ct-w4a16-actorder", less("weight_g_idx"), r"up_proj.weight_g_idx' has groups from -1 to .* from 0 to"),
+    ("gptq-8", less("g_idx"), r"up_proj.g_idx' has groups from -1 to .* quantize the model again"),
     ("modelopt-fp8", drop("input_scale"), r"input_scale' is missing, and quant_algo is FP8"),
     ("modelopt-nvfp4", drop("input_scale"), r"input_scale' is missing, and quant_algo is NVFP4"),
     ("modelopt-nvfp4", drop("weight_scale_2"), r"missing tensors: model.layers.1.mlp.up_proj.weight_scale_2"),
@@ -134,6 +141,21 @@ CONFIGS = [
     ),
     ({"quant_method": "gptq", "bits": 5}, CheckpointError, r"'bits' must be one of 2, 3, 4, 8, got 5"),
     ({"quant_method": "gptq"}, CheckpointError, r"'bits' is missing"),
+    (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "format": "marlin"},
+        CheckpointError,
+        r"'format' must be one of gptq, gptq_v2, got 'marlin'",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"-:*x": {}}},
+        CheckpointError,
+        r"'dynamic' holds '\*x', which is no regular expression \(nothing to repeat",
+    ),
+    (
+        ct_config("int-quantized", ct_numbers(8, "int", "channel"), None, ignore=["re:*head"]),
+        CheckpointError,
+        r"config.json: quantization_config: 'ignore' holds '\*head', which is no regular expression",
+    ),
     ({"quant_method": "awq", "bits": 4, "version": "marlin"}, CheckpointError, r"'version' must be one of gemm"),
     (
         ct_config("marlin-24", ct_numbers(4, "int", "channel"), None),
@@ -181,6 +203,14 @@ def test_configs(
     write_quantized(tmp_path, BY_NAME["fp8-tensor"])
     change_config(tmp_path, quantization_config=config)
     with pytest.raises(kind, match=message):
+        small_llm(tmp_path)
+
+
+def test_a_checkpoint_that_does_not_say_how_it_is_quantized(tmp_path: Path, no_reading: None) -> None:
+    """As where a tool left its settings in a file of its own (``quantize_config.json``)."""
+    write_quantized(tmp_path, BY_NAME["gptq-4"])
+    change_config(tmp_path, quantization_config=None)
+    with pytest.raises(CheckpointError, match=r"no place for: .*qweight.*; quantized weights need a quantization meth"):
         small_llm(tmp_path)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hardpoint.checkpoint.checkpoint import Checkpoint
+from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint_plugin_api import CheckpointError
 from tests.quantization.formats import FORMATS
 from tests.quantization.writers import ct_config, ct_int8, ct_numbers, fp8_tensor
@@ -138,3 +141,60 @@ def test_a_router_that_nobody_quantized(tmp_path: Path, ignore: list[str]) -> No
     with small_llm(tmp_path) as llm:
         got, expected = prompt_logits(llm, ids), reference_logits(model, ids)
     assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.99
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [(["Linear"], ["Linear"]), (["re:.*proj"], ["re:.*layers"]), (["re:.*proj"], ["Linear"])],
+    ids=["the last of equal targets", "the first pattern by alphabet", "a pattern before the class"],
+)
+def test_the_group_that_counts(tmp_path: Path, targets: tuple[list[str], list[str]]) -> None:
+    """Where a module is a target of several, as compressed-tensors chose when it wrote the weights."""
+    numbers = ct_numbers(8, "int", "channel")
+    config = ct_config("int-quantized", numbers, None)
+    (group,) = config["config_groups"].values()
+    rounded = {**group, "input_activations": ct_numbers(8, "int", "token", dynamic=True)}
+    first, second = ({**one, "targets": names} for one, names in zip((group, rounded), targets, strict=True))
+    config["config_groups"] = {"group_0": first, "group_1": second}
+    write_quantized(tmp_path, Format("two groups", config, ct_int8))
+    with small_llm(tmp_path) as llm:
+        modules: dict[str, Any] = dict(llm.core.blueprint.model.named_modules())
+    found = {m.scheme.activation.element for m in modules.values() if getattr(m, "scheme", None) is not None}
+    assert found - {"float32"} == (set() if targets[1] == ["Linear"] != targets[0] else {"int8"})
+
+
+def test_groups_of_columns_that_were_never_set(tmp_path: Path) -> None:
+    """-1 in all of compressed-tensors' ``weight_g_idx``: columns are in order."""
+    form = next(form for form in FORMATS if form.name == "ct-w4a16")
+    model = write_quantized(tmp_path, form)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    change_config(tmp_path, quantization_config=config)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("weight_shape")]:
+            columns = int(tensors[name][1])
+            tensors[name.replace("weight_shape", "weight_g_idx")] = torch.full((columns,), -1, dtype=torch.int32)
+
+    change_tensors(tmp_path, add)
+    ids = random_prompts(1, 40, seed=5, shortest=24)[0]
+    with small_llm(tmp_path) as llm:
+        assert (prompt_logits(llm, ids) - reference_logits(model, ids)).abs().max() < TOLERANCE
+
+
+def test_the_second_version_of_gptq_by_its_other_key(tmp_path: Path) -> None:
+    """GPTQModel says ``format`` beside ``checkpoint_format``: zero points are not one less."""
+    form = next(form for form in FORMATS if form.name == "gptq-4-v2")
+    model = write_quantized(tmp_path, form)
+    config = {key: value for key, value in form.config.items() if key != "checkpoint_format"}
+    change_config(tmp_path, quantization_config={**config, "format": "gptq_v2"})
+    ids = random_prompts(1, 40, seed=5, shortest=24)[0]
+    with small_llm(tmp_path) as llm:
+        assert (prompt_logits(llm, ids) - reference_logits(model, ids)).abs().max() < TOLERANCE
+
+
+def test_a_config_within_that_of_the_text_model(tmp_path: Path) -> None:
+    form = next(form for form in FORMATS if form.name == "ct-int8")
+    config = dict(form.config)
+    found = Checkpoint(HFConfig(tmp_path, {"text_config": {"quantization_config": config}})).quantization_config
+    assert found == config

@@ -33,6 +33,15 @@ def test_a_config_in_its_own_file(tmp_path: Path) -> None:
     assert (got - reference_logits(model, IDS)).abs().median() < 2e-4
 
 
+def test_a_cache_alone(tmp_path: Path) -> None:
+    """``quant_algo`` null: weights are as they were, and scales of keys and values are read."""
+    model = write_checkpoint(tmp_path, "llama")
+    quantization = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    change_config(tmp_path, quantization_config=quantization)
+    with small_llm(tmp_path) as llm:
+        assert (prompt_logits(llm, IDS) - reference_logits(model, IDS)).abs().max() < 2e-4
+
+
 def test_a_damaged_file_of_its_own(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": "FP8"}))

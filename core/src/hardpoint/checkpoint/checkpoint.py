@@ -86,9 +86,9 @@ class Checkpoint:
     def quantization_config(self) -> Mapping[str, Any] | None:
         """How the weights were quantized, as the tool that did it wrote it down; None where they were not.
 
-        Model Optimizer before version 0.29 wrote a file of its own instead.
+        A model of several parts may have it in ``text_config``. Model Optimizer before 0.29 wrote a file of its own.
         """
-        stored = self.config.get("quantization_config")
+        stored = self.config.get("quantization_config", self.config.text.get("quantization_config"))
         if stored is None:
             stored = _own_file(self.folder / OWN_FILE)
         if stored is None:

@@ -106,6 +106,9 @@ def check_weights(model: nn.Module, names: WeightNames, files: TensorFiles) -> N
     plan.check_headers(files)
 
 
+_NEEDS_METHOD = "quantized weights need a quantization method ('quantization_config' in config.json, --quantization)"
+_OF_QUANTIZED = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", ".SCB", ".absmax")
+"""Ends of the names of tensors that methods read beside weights, or in place of them."""
 _PLUS_ONE = "plus_one"
 _ORDERS = frozenset({"interleaved", "transposed"})
 """How a tensor may hold a whole stack, or a matrix, in another order than the slot: see WeightNames."""
@@ -198,6 +201,8 @@ class _Plan:
             problems.append(f"missing tensors: {_listed(missing)}")
         if extra:
             problems.append(f"tensors that the model has no place for: {_listed(extra)}")
+        if any(name.endswith(_OF_QUANTIZED) for name in extra):
+            problems.append(_NEEDS_METHOD)
         if problems:
             raise CheckpointError(f"{source.title}: " + "; ".join(problems))
 
@@ -308,8 +313,7 @@ class _Plan:
         if reading is not None:
             raise CheckpointError(f"{title}: tensor {name!r} is {tensor.dtype}, expected {' or '.join(dtypes)}")
         raise CheckpointError(
-            f"{title}: tensor {name!r} is {tensor.dtype}, the model expects {dtypes[0]}; "
-            "quantized weights need a quantization method ('quantization_config' in config.json, --quantization)"
+            f"{title}: tensor {name!r} is {tensor.dtype}, the model expects {dtypes[0]}; {_NEEDS_METHOD}"
         )
 
     def _is_extra(self, name: str) -> bool:

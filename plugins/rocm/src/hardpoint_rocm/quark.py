@@ -55,7 +55,7 @@ class Quark(QuantizationMethod):
         by_class = settings.table("layer_type_quant_config")
         if by_class is not None and by_class.names:
             raise settings.wrong("layer_type_quant_config", "must be empty: numbers by class are not supported")
-        self._exclude = settings.texts("exclude")
+        self._exclude = settings.names_of("exclude")
         by_pattern = settings.table("layer_quant_config")
         self._patterns = dict(_tables(by_pattern)) if by_pattern else {}
         self._global = settings.table("global_quant_config")

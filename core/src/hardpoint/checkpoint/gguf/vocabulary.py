@@ -91,7 +91,7 @@ class _Vocabulary:
         return value
 
     def token(self, name: str) -> str | None:
-        """The text of the special token ``name``; None where there is none, and with a warning for no token's number."""
+        """The text of the special token ``name``; None where there is none, or, with a warning, no such token."""
         number = self._metadata.get(f"{_PREFIX}{name}_token_id")
         if number is None:
             return None

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -97,15 +96,15 @@ class BitsAndBytes(QuantizationMethod):
 
 
 class _State:
-    """The state beside a matrix of 4 bits: the ``size`` of blocks, and how their scales are stored."""
+    """The state beside a matrix of 4 bits: the ``size`` of blocks, and how their scales are stored.
 
-    nested: tuple[str, ...] = ()
+    ``nested``: the size of blocks of scales, which are 8-bit then, and what is added to them.
+    """
 
-    def __init__(self, tensors: CheckpointTensors, module: Module, values: Mapping[str, Any]) -> None:
-        self._tensors, self._name, self._values = tensors, f"{module.name}.weight", values
-        self.size: int = values["blocksize"]
-        if "nested_blocksize" in values:
-            self.nested = ("weight.nested_absmax", "weight.nested_quant_map")
+    def __init__(
+        self, tensors: CheckpointTensors, module: Module, size: int, nested: tuple[int, float] | None = None
+    ) -> None:
+        self._tensors, self._name, self.size, self._nested = tensors, f"{module.name}.weight", size, nested
 
     @classmethod
     def read(cls, tensors: CheckpointTensors, module: Module, kind: str) -> _State:
@@ -113,30 +112,38 @@ class _State:
         name = f"{module.name}.{_STATE}{kind}"
         try:
             values = json.loads(bytes(tensors.read(name).tolist()))
-            size, shape = values["blocksize"], values["shape"]
+            sizes, shape, nested = [values["blocksize"]], values["shape"], None
+            if "nested_blocksize" in values:
+                sizes.append(values["nested_blocksize"])
+                nested = values["nested_blocksize"], float(values["nested_offset"])
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{tensors.title}: tensor {name!r} holds no state of bitsandbytes: {error}") from None
         wanted = [module.out_features, module.in_features]
-        if shape != wanted or type(size) is not int or size < 1:
+        if shape != wanted or not all(type(size) is int and size >= 1 for size in sizes):
             raise CheckpointError(
-                f"{tensors.title}: tensor {name!r} says blocks of {size!r} and shape {shape}, the model expects "
-                f"{wanted}"
+                f"{tensors.title}: tensor {name!r} says blocks of {' and '.join(map(repr, sizes))} and shape {shape}, "
+                f"the model expects {wanted}"
             )
-        return cls(tensors, module, values)
+        return cls(tensors, module, sizes[0], nested)
+
+    @property
+    def nested(self) -> tuple[str, ...]:
+        """The names of tensors of 8-bit scales."""
+        return () if self._nested is None else ("weight.nested_absmax", "weight.nested_quant_map")
 
     @property
     def dtype(self) -> str:
         """The dtype of stored scales."""
-        return "uint8" if self.nested else "float32"
+        return "float32" if self._nested is None else "uint8"
 
     def numbers(self, stored: torch.Tensor) -> torch.Tensor:
         """Scales as float32."""
-        if not self.nested:
+        if self._nested is None:
             return stored
+        size, offset = self._nested
         table = self._tensors.read(f"{self._name}.nested_quant_map").to(stored.device)
         outer = self._tensors.read(f"{self._name}.nested_absmax").to(stored.device)
-        each = outer.repeat_interleave(self._values["nested_blocksize"])[: len(stored)]
-        return table[stored.int()] * each + float(self._values["nested_offset"])
+        return table[stored.int()] * outer.repeat_interleave(size)[: len(stored)] + offset
 
 
 def _block(where: str, module: Module, size: int) -> tuple[int, int]:

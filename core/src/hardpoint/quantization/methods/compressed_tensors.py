@@ -48,9 +48,9 @@ class CompressedTensors(QuantizationMethod):
         transforms = settings.table("transform_config")
         if transforms is not None and transforms.get("config_groups", None):
             raise transforms.wrong("config_groups", "must be empty: rotations of weights are not supported")
-        self._groups = read_groups(settings)
+        self._groups = {target: group for group in read_groups(settings) for target in group.targets}
         self._cache_element = cache_element(settings)
-        self._ignore = settings.texts("ignore")
+        self._ignore = settings.names_of("ignore")
         self._tensors, self._dtype = request.tensors, request.dtype
 
     def scheme(self, module: Module) -> Scheme | None:
@@ -68,16 +68,17 @@ class CompressedTensors(QuantizationMethod):
         return stored_cache_scales(self._tensors, attention, self._cache_element)
 
     def _group_of(self, module: Module) -> Group | None:
-        """The group with the most specific target: a name, then a pattern, then the class."""
+        """The group with the most specific target: a name, then the first pattern by alphabet, then the class.
+
+        Of groups with the same target the last counts. Both as in ``apply_quantization_config`` of the library.
+        """
         if any(_match(module, target) is not None for target in self._ignore):
             return None
-        found = [
-            (rank, group) for group in self._groups for t in group.targets if (rank := _match(module, t)) is not None
-        ]
-        if not found:
+        ranks = {target: rank for target in self._groups if (rank := _match(module, target)) is not None}
+        if not ranks:
             return None
-        rank, group = min(found, key=lambda pair: pair[0])
-        return None if rank == _BY_CLASS and self._is_plain_router(module) else group
+        found = min(ranks, key=lambda target: (ranks[target], target))
+        return None if ranks[found] == _BY_CLASS and self._is_plain_router(module) else self._groups[found]
 
     def _is_plain_router(self, module: Module) -> bool:
         """A router that nobody quantized: Transformers 5 has no Linear there, so llmcompressor does not ignore it."""

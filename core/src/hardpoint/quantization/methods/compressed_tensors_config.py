@@ -66,7 +66,7 @@ def _read_group(groups: Settings, name: str, format_: object) -> Group:
         raise CheckpointError(f"{weights.where}: the format {own!r} is not supported; supported: {', '.join(_FORMATS)}")
     inputs = settings.table("input_activations")
     numbers = None if inputs is None else _read_inputs(inputs)
-    return Group(settings.texts("targets"), str(own), _read_weights(weights, str(own)), numbers)
+    return Group(settings.names_of("targets"), str(own), _read_weights(weights, str(own)), numbers)
 
 
 def _read_weights(settings: Settings, format_: str) -> Numbers:

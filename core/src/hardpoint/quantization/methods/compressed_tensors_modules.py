@@ -26,7 +26,7 @@ from hardpoint.quantization.methods.compressed_tensors_config import (
     Numbers,
 )
 from hardpoint.quantization.methods.fp8 import column, copied, single, single_value, stored_under
-from hardpoint.quantization.methods.gptq import check_groups
+from hardpoint.quantization.methods.gptq import check_group_index, check_groups
 from hardpoint.quantization.methods.packed import elements_of_rows, integer_spec, unpacked
 from hardpoint_plugin_api import (
     CheckpointError,
@@ -78,15 +78,10 @@ class ModuleReader:
         ]
         if not symmetric:
             stored.append(self._packed_zero_points(scale, bits))
-        if permutation is not None:
+        if weights.reordered:
+            slot = ("weight_group_index",) * (permutation is not None)
             stored.append(
-                StoredTensor(
-                    "weight_g_idx",
-                    (_IN,),
-                    ("int32", "int64"),
-                    ("weight_group_index",),
-                    lambda groups: {"weight_group_index": groups.unsqueeze(0)},
-                )
+                StoredTensor("weight_g_idx", (_IN,), ("int32", "int64"), slot, lambda g: dict.fromkeys(slot, g[None]))
             )
         spec = integer_spec(bits, symmetric, scale, permuted=permutation is not None)
         return spec, tuple(stored), permutation
@@ -205,10 +200,13 @@ class ModuleReader:
         return StoredTensor("weight_zero_point", dims, ("int32",), ("weight_zero_point",), read)
 
     def _permutation(self) -> str | None:
-        """A digest of the columns' groups where they are not in order."""
+        """A digest of the columns' groups where they are not in order. -1 for all is the library's "not set"."""
         name = f"{self.module.name}.{stored_under(self.tensors, self.module, ('weight_g_idx',), 'actorder is set')}"
         groups = self.tensors.read(name).int()
         size = self.group.weights.block[1]
+        if bool((groups == -1).all()):
+            return None
+        check_group_index(self.tensors.title, name, groups, self.module.in_features // size)
         if torch.equal(groups.long(), torch.arange(self.module.in_features) // size):
             return None
         return hashlib.sha256(groups.numpy().tobytes()).hexdigest()

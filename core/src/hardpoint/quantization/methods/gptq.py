@@ -80,7 +80,8 @@ class Gptq(QuantizationMethod):
         assert request.config is not None
         settings = Settings(request.config, f"{request.where}: quantization_config")
         self._numbers = _Numbers.read(settings)
-        self._is_less = settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq"
+        key = "format" if settings.get("checkpoint_format", None) is None else "checkpoint_format"  # GPTQModel has both
+        self._is_less = settings.one_of(key, ("gptq", "gptq_v2"), "gptq") == "gptq"
         self._overrides = _overrides(settings, self._numbers)
         self._tensors, self._dtype = request.tensors, request.dtype
 
@@ -144,6 +145,7 @@ class Gptq(QuantizationMethod):
         if name not in self._tensors.names:
             raise CheckpointError(f"{self._tensors.title}: tensor {name!r} is missing, and desc_act is set")
         groups = self._tensors.read(name)
+        check_group_index(self._tensors.title, name, groups, module.in_features // numbers.group)
         if torch.equal(groups.long(), torch.arange(module.in_features) // numbers.group):
             return None
         return hashlib.sha256(groups.numpy().tobytes()).hexdigest()
@@ -151,6 +153,15 @@ class Gptq(QuantizationMethod):
     def _scale_dtype(self, module: Module) -> str:
         name = f"{module.name}.scales"
         return self._tensors.info(name).dtype if name in self._tensors.names else _SCALES[0]
+
+
+def check_group_index(title: str, name: str, groups: torch.Tensor, count: int) -> None:
+    """Raise CheckpointError unless each column's group, in the tensor ``name``, is one of ``count``."""
+    if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < count:
+        raise CheckpointError(
+            f"{title}: tensor {name!r} has groups from {int(groups.min())} to {int(groups.max())}, and the module has "
+            f"those from 0 to {count - 1}; quantize the model again"
+        )
 
 
 def check_groups(tensors: CheckpointTensors, module: Module, group: int) -> None:
@@ -192,7 +203,7 @@ def _overrides(settings: Settings, others: _Numbers) -> list[tuple[str, _Numbers
     found: list[tuple[str, _Numbers | None]] = []
     for key in table.names if table else ():
         if key.startswith("-:"):
-            found.append((key.removeprefix("-:"), None))
+            found.append((settings.pattern("dynamic", key.removeprefix("-:")), None))
         elif table is not None and (own := table.table(key)) is not None:
-            found.append((key.removeprefix("+:"), _Numbers.read(own, others)))
+            found.append((settings.pattern("dynamic", key.removeprefix("+:")), _Numbers.read(own, others)))
     return found

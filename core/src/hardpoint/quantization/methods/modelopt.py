@@ -57,6 +57,9 @@ _WIDE = ("float32", "bfloat16", "float16")
 _MIXED = "MIXED_PRECISION"
 
 
+_LEFT = "name the module in 'ignore' if it is not quantized"
+
+
 class ModelOpt(QuantizationMethod):
     """Reads every ``quant_algo`` of ``algorithms``; subclasses are for those who name one by its own name."""
 
@@ -73,7 +76,9 @@ class ModelOpt(QuantizationMethod):
         assert request.config is not None
         settings = Settings(request.config, f"{request.where}: quantization_config")
         settings = settings.table("quantization") or settings
-        self._algorithm: str = settings.one_of("quant_algo", self.algorithms)
+        self._algorithm: str | None = None
+        if settings.get("quant_algo", None) is not None or settings.get("kv_cache_quant_algo", None) is None:
+            self._algorithm = settings.one_of("quant_algo", self.algorithms)
         self._layers = settings.table("quantized_layers") if self._algorithm == _MIXED else None
         if self._algorithm == _MIXED and self._layers is None:
             raise settings.wrong("quantized_layers", "must say how each module is quantized")
@@ -160,7 +165,7 @@ class ModelOpt(QuantizationMethod):
 
     def _float_scale(self, module: Module, *, rows: bool) -> StoredTensor:
         """``weight_scale``: one number, or one for each of the rows."""
-        name = stored_under(self._tensors, module, ("weight_scale",), "its weight is stored in an 8-bit float")
+        name = stored_under(self._tensors, module, ("weight_scale",), f"quant_algo is {self._algorithm}; {_LEFT}")
         rank = len(self._tensors.info(f"{module.name}.{name}").shape)
         dims = (_OUT, *(_ONE,) * (rank - 1)) if rows else (_ONE,) * rank
         return StoredTensor(name, dims, _WIDE, (name,), lambda x: {name: column(x.float())})

@@ -35,6 +35,8 @@ class Mxfp4(QuantizationMethod):
         assert request.config is not None
         settings = Settings(request.config, f"{request.where}: quantization_config")
         self._excluded: Sequence[str] = settings.texts("modules_to_not_convert")
+        for name in self._excluded:
+            settings.pattern("modules_to_not_convert", name)
         self._where, self._dtype = request.where, request.dtype
 
     def scheme(self, module: Module) -> Scheme | None:

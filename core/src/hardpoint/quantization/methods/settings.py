@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -52,6 +53,22 @@ class Settings:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.wrong(key, "must be a list of texts")
         return tuple(value)
+
+    def names_of(self, key: str) -> tuple[str, ...]:
+        """A list of names and of patterns behind ``re:``; raises CheckpointError for one that is no pattern."""
+        found = self.texts(key)
+        for text in found:
+            if text.startswith("re:"):
+                self.pattern(key, text.removeprefix("re:"))
+        return found
+
+    def pattern(self, key: str, text: str) -> str:
+        """``text``, which stands in ``key``. Raises CheckpointError where it is no regular expression."""
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise self.wrong(key, f"holds {text!r}, which is no regular expression ({error})") from None
+        return text
 
     def block(self, key: str) -> tuple[int, int] | None:
         """Rows and columns of a block; None where the key is missing."""
