@@ -24,19 +24,25 @@ class ExpertBalancing:
         self._tells = not (config.topology.shares_experts and config.topology.replica)
         self._is_on, self._interval = config.enable_eplb, config.eplb_step_interval
         self._count_from = config.eplb_step_interval - config.eplb_window_size
-        self._num_steps = 0
-        self._round: Iterator[None] = iter(())
+        self._num_steps, self._counts = 0, False
+        self._round: Iterator[None] | None = None
 
     def between_steps(self) -> None:
-        """Do what is due before the next step."""
+        """Do what is due before the next step.
+
+        A layer forgets its loads when it is balanced, and all do so where the window begins. A round that takes longer
+        than that, or than the interval, ends first.
+        """
         if not self._is_on:
             return
-        if self._num_steps == self._interval:
-            self._num_steps, self._round = 0, self._balance()
-        if self._num_steps == self._count_from:
+        if self._round is None and self._num_steps >= self._interval:
+            self._num_steps, self._round, self._counts = 0, self._balance(), not self._count_from
+        if self._round is not None and next(self._round, self) is self:
+            self._round = None
+        if self._round is None and not self._counts and self._num_steps >= self._count_from:
             self._executor.control(ForgetLoads())
+            self._counts = True
         self._num_steps += 1
-        next(self._round, None)
 
     def _balance(self) -> Iterator[None]:
         """Balance a layer of each stage each time; then log it."""
