@@ -5,11 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+from hardpoint import fork_server
+from hardpoint.engine.execution.ranks.rank_process import file_store
+from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.child_process import listen
 
 
@@ -60,3 +68,26 @@ def test_it_listens_in_a_process_with_many_files_open() -> None:
             os.close(each)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert taken == ["stop"]
+
+
+def test_an_interrupt_while_a_process_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is held back until the process has started, whose caller then never learns of it."""
+    started: list[Any] = []
+    start = fork_server.start
+
+    def interrupted(*args: Any) -> Any:
+        started.append(start(*args))
+        signal.raise_signal(signal.SIGINT)  # of this thread, as a terminal's is of a process without others
+        return started[0]
+
+    monkeypatch.setattr(fork_server, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        child_process.start(time.sleep, (60,), "sleeps")
+    assert started[0].exitcode == -signal.SIGKILL
+
+
+def test_a_rank_finds_at_once_that_the_folder_of_its_store_is_gone(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(FileNotFoundError):
+        file_store(str(tmp_path / "gone" / "store"))
+    assert time.monotonic() - began < 60  # torch alone tries for 300 seconds

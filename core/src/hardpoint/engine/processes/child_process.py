@@ -36,9 +36,15 @@ def start(target: Callable[..., object], args: tuple[object, ...], name: str) ->
 
     Raises HardpointError where a script's lack of a guard forbids it.
     """
+    started: list[BaseProcess] = []
     try:
         with fork_server.signals_held():
-            return fork_server.start(target, args, name, MODULES, brief_waits())
+            started.append(fork_server.start(target, args, name, MODULES, brief_waits()))
+    except KeyboardInterrupt:  # it was held back until here, and the caller will not know the process
+        for process in started:
+            process.kill()
+            process.join()
+        raise
     except RuntimeError as error:
         if "bootstrapping" not in str(error):
             raise
@@ -46,6 +52,7 @@ def start(target: Callable[..., object], args: tuple[object, ...], name: str) ->
             "this script starts an engine with a process of its own while it is imported, and every such process "
             f"imports it again; put what the script does under {GUARD}"
         ) from error
+    return started[0]
 
 
 def how_it_ended(exit_code: int | None) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from hardpoint.engine.execution.ranks.meeting import meeting_place
 from hardpoint.engine.execution.ranks.rank_process import RankSpec, serve_rank
 from hardpoint.engine.execution.ranks.ranks_executor import PATIENCE, RankLink, RanksExecutor
 from hardpoint.engine.processes import child_process
+from hardpoint.fork_server import signals_held
 from hardpoint.parallel.choices import Choices
 from hardpoint_plugin_api import EngineDeadError
 
@@ -43,7 +44,8 @@ class MultiprocessExecutor(RanksExecutor):
             for number in range(config.topology.size):
                 place = config.topology.on_this_host(number)
                 spec = RankSpec(config, place, choices, store)
-                self.processes.append(ProcessRank.start(spec))
+                with signals_held():  # an interrupt finds the rank in the list
+                    self.processes.append(ProcessRank.start(spec))
         except BaseException:
             for rank in self.processes:
                 rank.end()

@@ -85,7 +85,6 @@ def serve_rank(
 ) -> None:
     """The target of a rank's process, until it is told to stop or its parent is gone."""
     from hardpoint.engine.execution.ranks.meeting import servers_store
-    from hardpoint.parallel.process_group import FileStore
 
     send = child_process.Sender(connection)
     child_process.settle_in(send, levels, crashes)
@@ -97,12 +96,23 @@ def serve_rank(
             keep_what_is_there()
         send(message)
 
-    rank.run(lambda: FileStore(spec.store, -1) if spec.store else servers_store(spec.config), report)
+    rank.run(lambda: file_store(spec.store) if spec.store else servers_store(spec.config), report)
     # All that holds resources was closed. Taking torch's modules apart would take a second more.
     logging.shutdown()
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(0)
+
+
+def file_store(path: str) -> Store:
+    """The store in a file that ranks share.
+
+    Raises OSError at once where the folder is gone; torch would try for five minutes, with Python's lock held.
+    """
+    from hardpoint.parallel.process_group import FileStore
+
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    return FileStore(path, -1)
 
 
 @dataclass
