@@ -20,6 +20,7 @@ import pytest
 
 from hardpoint import LLM, AsyncEngine, SamplingParams
 from hardpoint.config import EngineConfig
+from hardpoint.engine.control import ResetPrefixCache
 from hardpoint.engine.processes.calls import Failure
 from hardpoint.engine.remote.remote_core import RemoteCore
 from hardpoint_plugin_api import (
@@ -197,6 +198,18 @@ def test_two_at_once_of_which_one_is_killed_and_one_hangs(folder: Path) -> None:
     assert is_gone(pid)
     with pytest.raises(EngineDeadError, match="the engine is closed"):
         llm.generate([[1]])
+    llm.close()
+
+
+def test_a_core_that_does_not_answer_a_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request is open, so that nobody waits for a step."""
+    llm = small_llm(folder, core_process=True)
+    monkeypatch.setattr(RemoteCore, "_answer_seconds", 0.5)
+    pid = llm.client.facts.pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=r"ResetPrefixCache was not answered within 0\.5 seconds \(--core-start"):
+        llm.client.control(ResetPrefixCache())
+    assert is_gone(pid)
     llm.close()
 
 

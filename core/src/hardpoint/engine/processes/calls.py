@@ -91,6 +91,8 @@ class Answers:
         self._waiting: dict[int, tuple[Future[object], Callable[[object], None]]] = {}
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._lost: EngineDeadError | None = None
+        self.num_taken = 0
+        """How many answers have come."""
 
     def expect(self, note: Callable[[object], None] = lambda result: None) -> tuple[int, Future[object]]:
         """A number for a call, and what will become of it. Raises EngineDeadError once the core is gone.
@@ -115,6 +117,7 @@ class Answers:
         """Hand ``answer`` to its caller; one that comes after ``lose`` is dropped."""
         with self._lock:
             waiting = self._waiting.pop(answer.number, None)
+            self.num_taken += 1
         if waiting is None:
             return
         future, note = waiting

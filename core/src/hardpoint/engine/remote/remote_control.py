@@ -55,13 +55,27 @@ class RemoteControl:
     _weights: UpdateWeights | None = None
     """How the checkpoint's own weights were replaced."""
 
+    @property
+    def _answer_seconds(self) -> float:
+        """How long a core may answer nobody while a call is under way; then it hangs, and is given up."""
+        raise NotImplementedError
+
     def control(self, verb: Verb[R]) -> R:
         """Run a verb in the core; see CoreControl."""
         check_travels(verb)
         link = self._link  # the same for both, whatever a restart does meanwhile
         number, future = link.answers.expect(functools.partial(self._note, verb))
         link.send(Call(number, verb))
-        return cast(R, future.result())
+        while True:
+            num_taken, seconds = link.answers.num_taken, self._answer_seconds
+            try:
+                return cast(R, future.result(seconds))
+            except TimeoutError:
+                if future.done():
+                    return cast(R, future.result())
+                if link.answers.num_taken == num_taken:
+                    name = type(verb).__name__
+                    link.give_up(f"{name} was not answered within {seconds:g} seconds (--core-start-timeout)")
 
     def _note(self, verb: Verb[object], answer: object) -> None:
         """Note what ``verb`` has changed: requests are refused where they are made, and a core that is built again is

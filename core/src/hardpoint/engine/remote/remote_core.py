@@ -272,11 +272,19 @@ class RemoteCore(RemoteControl):
 
     def _patience(self) -> tuple[float, str]:
         """For how many seconds a core that has something to do may be silent, and the flag that says so."""
-        config = self._recovery.config
-        extra = _RANKS_FIRST_SECONDS if config.topology.world > 1 else 0.0
         if self._restarting is not None or self._link.answers.are_due:
-            return config.core_start_timeout + extra, "--core-start-timeout"
-        return config.step_timeout + extra, "--step-timeout"
+            return self._answer_seconds, "--core-start-timeout"
+        return self._recovery.config.step_timeout + self._extra_seconds, "--step-timeout"
+
+    @property
+    def _answer_seconds(self) -> float:
+        """See RemoteControl."""
+        return self._recovery.config.core_start_timeout + self._extra_seconds
+
+    @property
+    def _extra_seconds(self) -> float:
+        """How much longer ranks have, which find their own failures first."""
+        return _RANKS_FIRST_SECONDS if self._recovery.config.topology.world > 1 else 0.0
 
     def _take(self, report: Report) -> list[RequestProgress]:
         """Bring the mirrors up to ``report`` and return those that changed."""
