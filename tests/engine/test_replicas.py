@@ -207,12 +207,20 @@ def test_a_replica_that_is_killed(restarts: bool) -> None:
             reading = [asyncio.create_task(_read(engine, PROMPTS[0], data_parallel_rank=n % 2)) for n in range(4)]
             while engine.stats.num_running < 4:
                 await asyncio.sleep(0.01)
+            counted = (await engine.metrics()).value("hardpoint_generated_tokens_total")
             os.kill(pids[1], signal.SIGKILL)
+            if restarts:
+                while engine.client._cores[1].recovery.restarting is None:
+                    await asyncio.sleep(0.001)
+                assert engine.recovery.restarting is None  # the other replica serves
+                assert (await engine.metrics()).value("hardpoint_generated_tokens_total") >= counted
             answers = await asyncio.gather(*reading, return_exceptions=True)
             if restarts:
                 assert answers == [expected] * 4
                 assert engine.recovery.num_restarts == 1
                 assert await _read(engine, PROMPTS[0], data_parallel_rank=1) == expected
+                # The last core's count is that of the last reading: a sum that falls would be a new beginning of both.
+                assert (await engine.metrics()).value("hardpoint_generated_tokens_total") >= counted + 200
             else:
                 assert all(isinstance(answer, EngineDeadError) for answer in answers)
                 assert all("replica 1: " in str(answer) for answer in answers)

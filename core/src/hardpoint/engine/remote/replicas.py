@@ -9,18 +9,20 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, fields, replace
 from queue import SimpleQueue
-from typing import Unpack
+from typing import ClassVar, Unpack, cast
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreFacts, EngineStats, RequestOptions
-from hardpoint.engine.control import R, ResetPrefixCache, Verb
+from hardpoint.engine.control import R, ReadMetrics, ResetPrefixCache, Verb
 from hardpoint.engine.lora import Adapter
 from hardpoint.engine.remote.core_process import CLOSED
 from hardpoint.engine.remote.recovery import RecoveryState
 from hardpoint.engine.remote.remote_core import RemoteCore
+from hardpoint.engine.remote.replica_counts import ReplicaCounts
 from hardpoint.engine.remote.routing import Place, Router
 from hardpoint.engine.requests import AdmittedRequest, RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.metrics import MetricsSnapshot
 from hardpoint_plugin_api import EngineDeadError, EngineError, MemoryTag
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,9 @@ class Replicas:
     that ends for good ends the others: fewer replicas would carry the load of all. Control verbs go to every replica.
     """
 
+    _serve_together: ClassVar[bool] = False
+    """Whether none serves while another is built again."""
+
     def __init__(self, start: Callable[[EngineConfig], RemoteCore], config: EngineConfig) -> None:
         """``start`` starts one core. Raises what it raises, with none left behind."""
         self._numbers = config.local_replicas
@@ -68,6 +73,7 @@ class Replicas:
             raise
         self._news: SimpleQueue[_News] = SimpleQueue()
         self._turns += [threading.Semaphore() for _ in self._cores]
+        self._counts = ReplicaCounts(len(self._cores))
         self._reported: list[int] = []
         self._alive: set[int] = set()
         self._placing = threading.Lock()  # of the router and the requests; held for moments
@@ -132,14 +138,15 @@ class Replicas:
 
     @property
     def recovery(self) -> RecoveryState:
-        """The failures of all replicas together, and why one is built again at this moment, where one is."""
+        """The failures of all replicas together, and why all are built again at this moment, where no other serves."""
         states = [core.recovery for core in self._cores]
         numbered = zip(self._numbers, states, strict=True)
         restarting = [f"replica {number}: {state.restarting}" for number, state in numbered if state.restarting]
         causes = [state.last_cause for state in states if state.last_cause is not None]
+        others_serve = not self._serve_together and len(restarting) < len(states)
         return RecoveryState(
             sum(state.num_restarts for state in states),
-            "; ".join(restarting) or None,
+            None if others_serve else "; ".join(restarting) or None,
             causes[-1] if causes else None,
             tuple(dict.fromkeys(culprit for state in states for culprit in state.denied)),
             any(state.blames_ops for state in states),
@@ -261,6 +268,8 @@ class Replicas:
 
         Raises the error of the first replica that failed; the other replicas undo the verb, where it can be undone.
         """
+        if isinstance(verb, ReadMetrics):
+            return cast(R, self._read_metrics(verb))
         with ThreadPoolExecutor(len(self._cores), "hardpoint-replica-verbs") as pool:
             asked = [
                 pool.submit(core.control, verb.of_replica(number))
@@ -279,6 +288,23 @@ class Replicas:
                 for index in range(len(self._cores)):
                     self._router.forget(index)
         return verb.merged([future.result() for future in asked])
+
+    def _read_metrics(self, verb: ReadMetrics) -> MetricsSnapshot:
+        """The sums over replicas. One that is built again says nothing; raises the first's error where none answers."""
+        before = [core.recovery for core in self._cores]
+        running = [index for index, state in enumerate(before) if state.restarting is None] or range(len(before))
+        with ThreadPoolExecutor(len(self._cores), "hardpoint-replica-metrics") as pool:
+            asked = {index: pool.submit(self._cores[index].control, verb) for index in running}
+        errors = [future.exception() for future in asked.values()]
+        if (first := errors[0]) is not None and all(errors):
+            raise first
+        restarts = [core.recovery.num_restarts for core in self._cores]
+        answers = {
+            index: future.result()
+            for index, future in asked.items()
+            if future.exception() is None and restarts[index] == before[index].num_restarts
+        }
+        return self._counts.total(answers, restarts)
 
     def check(self) -> None:
         """Raise EngineDeadError if a replica is gone for good."""

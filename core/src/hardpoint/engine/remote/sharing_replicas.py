@@ -79,6 +79,8 @@ class SharingReplicas(Replicas):
     """Replicas that sleep, and get new weights, all together: while no request is under way on any of them. All are
     built again where one fails."""
 
+    _serve_together = True
+
     def __init__(self, start_link: Callable[[EngineConfig], Link], config: EngineConfig) -> None:
         """As for Replicas; ``start_link`` starts one core, as for RemoteCore."""
         self._muster, self._is_apart = Muster(start_link, len(config.local_replicas)), config.rendezvous is not None
