@@ -213,6 +213,7 @@ def test_memory_of_collectives_comes_first_and_stays() -> None:
 
 def test_a_launch_of_another_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host"}
+    launched["MASTER_PORT"] = "29500"
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="torchrun started 4 processes; one is needed for each rank"):

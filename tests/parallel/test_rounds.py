@@ -145,7 +145,10 @@ def test_a_replica_that_is_closed(tmp_path: Path) -> None:
 
 def test_a_replica_that_does_not_answer(tmp_path: Path) -> None:
     here, there = joined(tmp_path, 2, seconds=0.02)
-    with pytest.raises(EngineDeadError, match=r"replica 1 did not take part in a step within 0\.02 seconds"):
+    with pytest.raises(
+        EngineDeadError,
+        match=r"replica 1, with which this one shares experts, did not take part in a step within 0\.02 seconds",
+    ):
         here.agree(EMPTY)
     close(here, there)
 
@@ -279,7 +282,8 @@ def test_a_process_that_hangs_is_not_waited_for(how: str, tmp_path: Path) -> Non
         links = list(pool.map(lambda number: met_in_folder(number, 2, tmp_path, 20.0), range(2)))
         here = Rounds(0, links[0], seconds=0.4)
         waiting = pool.submit(waits, here, how)
-        with pytest.raises(EngineDeadError, match=r"replica 1 did not react within 0\.4 seconds \(--step-timeout\)"):
+        said = r"replica 1, with which this one shares experts, did not react within 0\.4 seconds \(--step-timeout\)"
+        with pytest.raises(EngineDeadError, match=said):
             waiting.result(20)
     close(here)
     links[1][0].close()

@@ -85,6 +85,7 @@ def test_places_of_ranks_that_share_experts_with_other_servers() -> None:
     assert (place.world_rank, place.local_rank, place.local_ranks, place.on_one_host) == (7, 3, 4, False)
     assert place.members("ep") == tuple(range(8))
     told = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "there"}
+    told["MASTER_PORT"] = "29500"
     place = Topology(tensor=2, expert=8, data=4).of_launched(told)
     assert (place.topology.replica, place.rank, place.world_rank, place.local_rank) == (2, 1, 5, 1)
     with pytest.raises(ConfigError, match=r"= 8 ranks: torchrun started 4 processes; .* start 8 in all"):
@@ -93,9 +94,16 @@ def test_places_of_ranks_that_share_experts_with_other_servers() -> None:
 
 def test_places_of_processes_that_torchrun_started() -> None:
     told = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "there"}
+    told["MASTER_PORT"] = "29500"
     topology = Topology(tensor=2, pipeline=2)
     assert topology.of_launched(told) == Coordinates(topology, 3, 1, 2, on_one_host=False)
     with pytest.raises(ConfigError, match=r"'MASTER_ADDR' is not in its environment.*--nproc-per-node 4"):
         topology.of_launched({name: value for name, value in told.items() if name != "MASTER_ADDR"})
     with pytest.raises(ConfigError, match="torchrun started 4 processes; one is needed for each rank: start 2"):
         Topology(tensor=2).of_launched(told)
+    with pytest.raises(ConfigError, match=r"'MASTER_PORT' is not in its environment"):
+        topology.of_launched({name: value for name, value in told.items() if name != "MASTER_PORT"})
+    with pytest.raises(ConfigError, match=r"MASTER_PORT must be a whole number, got 'abc'"):
+        topology.of_launched(told | {"MASTER_PORT": "abc"})
+    with pytest.raises(ConfigError, match=r"RANK is 5 of 4, LOCAL_RANK 1 of 2"):
+        topology.of_launched(told | {"RANK": "5"})

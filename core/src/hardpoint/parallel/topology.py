@@ -80,21 +80,27 @@ class Topology:
 
         Raises ConfigError where it did not start the process, or started another number of them.
         """
-        try:
-            rank, local_rank, world, local_world = (
-                int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-            )
-            environment["MASTER_ADDR"]  # where they meet
-        except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"--executor torchrun: torchrun did not start this process ({error} is not in its environment); run "
-                f"torchrun --nproc-per-node {self.world} SCRIPT, or use --executor mp"
-            ) from None
+        started = (
+            "--executor torchrun: torchrun did not start this process ({}); run torchrun --nproc-per-node "
+            f"{self.world} SCRIPT, or use --executor mp"
+        )
+        numbers: dict[str, int] = {}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
+            text = environment.get(name)
+            if text is None:
+                raise ConfigError(started.format(f"{name!r} is not in its environment"))
+            if name != "MASTER_ADDR":
+                if not (text.isascii() and text.isdigit()):
+                    raise ConfigError(started.format(f"{name} must be a whole number, got {text!r:.80}"))
+                numbers[name] = int(text)
+        rank, local_rank, world, local_world, _ = numbers.values()
         if world != self.world:
             raise ConfigError(
                 f"{self}: torchrun started {world} processes; one is needed for each rank: start {self.world} in all "
                 "(--nproc-per-node, --nnodes), or change the sizes"
             )
+        if rank >= world or local_rank >= local_world:
+            raise ConfigError(started.format(f"RANK is {rank} of {world}, LOCAL_RANK {local_rank} of {local_world}"))
         replica, own = divmod(rank, self.size)
         topology = replace(self, replica=replica) if self.shares_experts else self
         return Coordinates(topology, own, local_rank, local_world, world == local_world)

@@ -109,7 +109,10 @@ class Worker:
         everyone = control.exchange(own)  # stages have layers of their own
         limits = reduce(StepLimits.intersect, (limits for limits, _, _, _ in everyone))
         ctx.cache_users.share_groups(united_retentions(retentions for _, retentions, _, _ in everyone))
-        if idle := frozenset.intersection(*(flags for _, _, _, flags in everyone)):
+        idle = frozenset.intersection(*(flags for _, _, _, flags in everyone))
+        if idle == {_EXPERT_PARALLEL} and not config.topology.shares_experts:
+            logger.warning("%s has no effect: %s has no mixture of experts", _EXPERT_PARALLEL, config.model)
+        elif idle:
             raise ConfigError(f"{', '.join(sorted(idle))}: {config.model} has no mixture of experts; leave it out")
         if len(sizes := {size for _, _, size, _ in everyone}) > 1:
             raise ConfigError(f"ranks chose blocks of {sorted(sizes)} tokens; set --block-size {max(sizes)}")
@@ -224,12 +227,15 @@ class Worker:
         self.holdings.drop_all()
 
 
+_EXPERT_PARALLEL = "--enable-expert-parallel"
+
+
 def flags_without_experts(ctx: Context) -> frozenset[str]:
     """The flags for mixtures of experts that are set, where no layer of this rank is one."""
     config = ctx.config
     has_experts = any(isinstance(plan.workload, All2AllWorkload) for plan in ctx.selector.plans)
     asked = {
-        "--enable-expert-parallel": config.topology.shares_experts and not has_experts,
+        _EXPERT_PARALLEL: config.topology.expert > 1 and not has_experts,
         "--enable-return-routed-experts": config.enable_return_routed_experts and not recorders(ctx.cache_users.users),
         "--enable-eplb": config.enable_eplb and not balanced_experts(ctx),
     }

@@ -51,7 +51,7 @@ class Launch:
     def read(cls, config: EngineConfig) -> Self:
         """Raises ConfigError where torchrun did not start this process, or started another number of them."""
         place = config.topology.of_launched(os.environ)
-        master = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", 0))
+        master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return cls(place, master, float(config.core_start_timeout))
 
     @property

@@ -121,7 +121,8 @@ class Rounds:
         raise EngineDeadError(
             self._ended
             or (_BROKEN_OFF if self._is_broken_off else "")
-            or f"replica {silent} did not take part in a step within {self._seconds:g} seconds (--step-timeout)"
+            or f"replica {silent}, with which this one shares experts, did not take part in a step within "
+            f"{self._seconds:g} seconds (--step-timeout)"
         )
 
     def break_off(self) -> None:
@@ -238,7 +239,10 @@ class Rounds:
         self._tell(_LIVES, but=hung)  # a connection that nobody reads fills up
         with self._changed:
             if hung and self._is_patient and not self._ended:
-                self._lost = f"replica {hung[0]} did not react within {self._seconds:g} seconds (--step-timeout)"
+                self._lost = (
+                    f"replica {hung[0]}, with which this one shares experts, did not react within {self._seconds:g} "
+                    "seconds (--step-timeout)"
+                )
             self._changed.notify_all()
 
     def _read(self) -> None:
