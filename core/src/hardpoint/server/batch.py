@@ -92,7 +92,7 @@ async def run_batch(
         result.num_requests += 1
         response = written["response"]
         result.num_errors += response is None or response["status_code"] >= 400
-        output.write(json.dumps(written, ensure_ascii=False) + "\n")
+        output.write(json.dumps(written) + "\n")  # in ASCII: an id may hold half a surrogate pair
         output.flush()
 
     await service.host.start(service.peers)
@@ -150,7 +150,11 @@ async def _call(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[bytes, 
         "client": ("localhost", 0),
         "server": ("localhost", 0),
     }
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except Exception:  # starlette answers with status 500, and raises the error again for a server to log
+        if not any(message["type"] == "http.response.start" for message in sent):
+            raise
     start = next(message for message in sent if message["type"] == "http.response.start")
     text = b"".join(message.get("body", b"") for message in sent if message["type"] == "http.response.body")
     return start["status"], dict(start["headers"]), text

@@ -23,7 +23,7 @@ _METRICS_SECONDS = 5.0
 """How long the engine, which answers between two steps, may take to say what it counted."""
 
 
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])
 async def health(service: ServiceOf) -> JsonResponse:
     """200 unless the engine is gone, or being built again: what loads or stops is well."""
     host = service.host
@@ -46,7 +46,7 @@ async def load(service: ServiceOf) -> JsonResponse:
     return JsonResponse({"server_load": service.open.total})
 
 
-@router.get("/ready")
+@router.api_route("/ready", methods=["GET", "HEAD"])
 async def ready(service: ServiceOf) -> JsonResponse:
     """200 while requests are served; while the engine is being built again they are taken, and wait."""
     state = service.host.state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 2**16
 
@@ -26,8 +26,10 @@ class TimedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._timer: asyncio.TimerHandle | None = None  # while a head is waited for
+        self._timer: asyncio.TimerHandle | None = None  # while a head is waited for, or the rest of a body
         self._head_bytes = 0
+        self._reads_body = False
+        self._open: list[RequestResponseCycle] = []  # requests without their answer, the one that runs first
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -35,12 +37,17 @@ class TimedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self.pipeline.clear()
+        for cycle in self._open:  # uvicorn tells the newest alone
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data)
+        if not self._reads_body:
+            self._head_bytes += len(data)
         super().data_received(data)
-        if self._timer is not None and self._head_bytes > MAX_HEAD_BYTES:
+        if self._timer is not None and not self._reads_body and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
 
     def on_headers_complete(self) -> None:
@@ -49,7 +56,15 @@ class TimedProtocol(HttpToolsProtocol):
         if head_bytes > MAX_HEAD_BYTES:  # it came in one piece
             self._refuse(b"431 Request Header Fields Too Large")
             raise ValueError("the head of a request is too large")
+        self._reads_body = True
         super().on_headers_complete()
+        self._open.append(self.cycle)
+
+    def on_message_complete(self) -> None:
+        self._reads_body = False
+        super().on_message_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():  # answered before its body had come
+            self._wait_for_head()
 
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():  # else the request was refused already
@@ -57,6 +72,7 @@ class TimedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._open = [cycle for cycle in self._open if not cycle.response_complete]
         if self.cycle.response_complete and not self.transport.is_closing():  # else the next one is under way
             self._wait_for_head()
 
@@ -70,7 +86,7 @@ class TimedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _give_up(self) -> None:
-        if self._head_bytes:
+        if self._head_bytes and not self._reads_body:
             self._refuse(b"408 Request Timeout")
         else:
             self.transport.close()

@@ -118,7 +118,10 @@ def check_best_of(best_of: int | None, n: int | None) -> None:
         )
 
 
-_OWN_KWARGS = {"messages", "tools", "template", "add_generation_prompt", "continue_final_message"}
+_OWN_KWARGS = {"messages", "tools", "template", "add_generation_prompt", "continue_final_message"} | {
+    "add_special_tokens",
+    "is_limited",
+}
 
 
 def checked_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -135,9 +135,11 @@ class ResponseStore:
     def conversation(self, owner: str, response_id: str) -> list[StoredResponse]:
         """The response behind all that it followed, the oldest first. Raises MissingResponseError, naming one."""
         found: list[StoredResponse] = []
+        seen: set[str] = set()
         wanted: str | None = response_id
         with self._changes():
-            while wanted is not None:  # ids are new, so that no chain is a circle
+            while wanted is not None and wanted not in seen:  # files of earlier versions may hold circles
+                seen.add(wanted)
                 found.append(self._get(owner, wanted))
                 wanted = found[-1].previous
             now = time.time()

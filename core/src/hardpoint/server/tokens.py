@@ -67,7 +67,7 @@ async def _tokenized(body: TokenizeRequest, service: ServiceOf) -> dict[str, Any
         text = await asyncio.to_thread(
             engine.render_chat,
             template_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
+            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
             continue_final_message=bool(body.continue_final_message),
             **({"tools": template_tools(body.tools)} if body.tools else {}),
             **checked_template_kwargs(body.chat_template_kwargs),

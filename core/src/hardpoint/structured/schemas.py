@@ -18,7 +18,8 @@ _OPENS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 """Keywords that say which other properties an object may have."""
 _OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{0,8}", "lenient": True}
 """Blanks between the parts of a JSON text are bounded: a model may write them for ever where a grammar lets it."""
-_PARTS = re.compile(r"(?P<irregular>\(\?<?[=!]|\\[1-9]|\\k<)|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_PARTS = re.compile(r"(?P<irregular>\(\?<?[=!]|\\[1-9]|\\k<)|\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)
+"""The parts of a pattern. A class that never ends is one, so that each character is looked at once."""
 
 
 def guided(schema: Any) -> str:
@@ -44,10 +45,10 @@ def closed(schema: Any) -> Any:
     """
     together = [part for each in _subschemas(schema) for part in _describing_together(each)]
     targets = [_target(schema, part["$ref"]) for part in together if isinstance(part.get("$ref"), str)]
-    kept = [*together, *targets]
+    kept = {id(part) for part in (*together, *targets)}  # which the schema keeps
 
     def is_closed(part: Schema) -> bool:
-        if not isinstance(part.get("properties"), Mapping) or any(part is other for other in kept):
+        if not isinstance(part.get("properties"), Mapping) or id(part) in kept:
             return False
         return not any(key in part for key in (*_OPENS, *_COMBINES))
 

@@ -164,6 +164,13 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Reasoning stands in it as ``thinking`` and as ``reasoning_content``. Raises RequestError, naming the message.
     """
+    try:
+        return _checked(messages)
+    except RecursionError:
+        raise RequestError("messages are nested too deeply") from None
+
+
+def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if isinstance(messages, str | Mapping) or not messages:
         raise RequestError(f"messages must be a list of at least one message, got {messages!r:.80}")
     chat = []

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from hardpoint.engine.outputs import PositionLogprobs
+from hardpoint.engine.outputs import PositionLogprobs, RequestOutput
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fields import (
     IgnoredFields,
@@ -209,10 +209,15 @@ class _Answer:
         is_plain = not (self._body.logprobs or self._body.return_token_ids)
         wants_scores = self._body.prompt_logprobs is not None
         begun: set[int] = set()
+        held: RequestOutput | None = None
         async with turn, aclosing(turn.grown()) as grown:
             async for _, output in grown:
+                if held is not None:
+                    held.extend(output)
+                    output, held = held, None
                 if wants_scores and turn.prompt_logprobs is None and not output.finished:
-                    continue  # another choice was faster than the first, which alone scores the prompt
+                    held = output  # another choice was faster than the first, which alone scores the prompt
+                    continue
                 is_first, chunks = not begun, []
                 for step in turn.take(output):
                     if not self._tells_reasoning:

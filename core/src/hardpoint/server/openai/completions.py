@@ -12,7 +12,8 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from hardpoint.engine.frontend.prompts import Prompt
@@ -42,11 +43,22 @@ _HOLE = "\0choices"
 """Stands in the text around a chunk where its choices go; no name of a model has it."""
 
 
+def _of_one_form(prompt: object) -> object:
+    """Refuse a list of items of several kinds: pydantic would describe each item for each form."""
+    items = prompt if isinstance(prompt, list) else []
+    kinds = {type(item) for item in items}
+    inner = {type(token) for item in items if isinstance(item, list) for token in item}
+    if len(kinds) > 1 or not kinds <= {str, int, list} or not inner <= {int}:
+        forms = "must be a text, a list of texts, a list of token ids or a list of lists of them"
+        raise PydanticCustomError("prompt_form", forms)
+    return prompt
+
+
 class CompletionRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFields):
     """Texts or token ids to continue. ``docs/serving.md`` has a line on every field."""
 
     model: str | None = None
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[str | list[int] | list[str] | list[list[int]], BeforeValidator(_of_one_form)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Discriminator, Field, Tag
@@ -12,6 +13,9 @@ from hardpoint.server.errors import ApiError
 from hardpoint.server.fields import ProtocolModel, UnknownPart
 from hardpoint.server.turn import ToolChoice
 from hardpoint.structured.schemas import closed
+
+_MOST_LEVELS = 100
+"""Of the arguments of a call."""
 
 
 class TextPart(ProtocolModel):
@@ -160,8 +164,8 @@ def _template_function(function: Function) -> dict[str, Any]:
 
 def check_names(names: Sequence[str]) -> None:
     """Raise ApiError where two tools have one name."""
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise ApiError(400, f"tools: two tools are called {name!r}", param="tools")
 
 
@@ -192,7 +196,7 @@ def joined_text(parts: Sequence[Part], place: str) -> str:
 
 
 def parsed_arguments(arguments: str) -> Mapping[str, Any]:
-    """The object that a call's arguments are.
+    """The object that a call's arguments are, of up to 100 levels.
 
     Models write arguments that are no object, and clients send them back: they become the member ``arguments`` of one,
     since templates expect an object, and the conversation can go on.
@@ -201,7 +205,19 @@ def parsed_arguments(arguments: str) -> Mapping[str, Any]:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         parsed = None
-    return parsed if isinstance(parsed, dict) else {"arguments": arguments}
+    return parsed if isinstance(parsed, dict) and _is_shallow(parsed) else {"arguments": arguments}
+
+
+def _is_shallow(value: object) -> bool:
+    """Whether templates can go through it, which they do recursively."""
+    level: list[object] = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [item for each in level if isinstance(each, dict | list) for item in _items(each)]
+    return not level
+
+
+def _items(value: dict[Any, Any] | list[Any]) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _template_message(message: ChatMessage, place: str) -> dict[str, Any]:

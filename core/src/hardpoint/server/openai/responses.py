@@ -27,7 +27,7 @@ from hardpoint.server.openai.responses_input import (
     template_tools,
 )
 from hardpoint.server.openai.tool_servers import McpTool, OfferedTool, ToolServers, approved_calls
-from hardpoint.server.requests import JsonRoute, checked_template_kwargs, data_parallel_rank, request_id
+from hardpoint.server.requests import JsonRoute, checked_template_kwargs, data_parallel_rank
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.turn import ToolChoice, Turn, TurnRequest
 from hardpoint.server.watched import EventStream, JsonAnswer
@@ -165,7 +165,7 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
 async def responses(body: ResponsesRequest, request: Request, service: ServiceOf) -> Response:
     """Continue a conversation."""
     model = service.check_model(body.model)
-    own_id = uuid.uuid4().hex if body.background else request_id(request)  # a client may send its id again
+    own_id = uuid.uuid4().hex  # not the client's, which may be sent again: stored responses are found by it
     rank = data_parallel_rank(request)
     keeper = Keeper.of(request, service, body.input, body.previous_response_id, store=body.store is not False)
     if body.background and not keeper.keeps:
