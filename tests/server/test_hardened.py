@@ -62,7 +62,7 @@ def test_large_requests_take_time_in_proportion() -> None:
     assert "pattern" not in json.loads(guided({"pattern": r"[a(?=]\1"}))
     assert "pattern" in json.loads(guided({"pattern": r"[(?=\1]"}))
     check_names([str(number) for number in range(200_000)])
-    parts = [{"properties": {}, "allOf": [{}]} for _ in range(30_000)]
+    parts: list[Any] = [{"properties": {}, "allOf": [{}]} for _ in range(30_000)]
     assert closed({"anyOf": parts})["anyOf"][0] == parts[0]
 
 

@@ -79,6 +79,29 @@ def test_tools_parts_reasoning_and_variables_render_as_transformers(reference: P
     assert ours(CHATML).render(chat, **options) == expected
 
 
+CALLS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% if m['content'] is none %}<none>{% else %}"
+    "{{ m['content'] }}{% endif %}{% for tool in m['tool_calls'] %}{{ '<call>' + tool['function']['arguments'] }}"
+    "{% endfor %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+"""As DeepSeek's templates ask for the content of a call, and add its arguments to a text."""
+
+
+@pytest.mark.parametrize("content", [None, "", "I look."])
+def test_a_template_that_wants_arguments_as_text(reference: PreTrainedTokenizerBase, content: str | None) -> None:
+    call: dict[str, Any] = {"name": "weather", "arguments": {"city": "Z\u00fcrich"}}
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": content, "tool_calls": [{"function": call}]},
+        {"role": "tool", "content": "sunny"},
+    ]
+    got = ours(CALLS).render(chat)
+    call["arguments"] = json.dumps(call["arguments"], ensure_ascii=False)
+    if content:  # Transformers makes null an empty text
+        assert got == reference.apply_chat_template(chat, chat_template=CALLS, tokenize=False)
+    assert got == f"Weather?{content or '<none>'}<call>{call['arguments']}sunny"
+
+
 @pytest.mark.parametrize("key", ["thinking", "reasoning"])
 def test_other_names_of_reasoning(key: str) -> None:
     """Transformers 5.23 knows them too, 5.17 did not."""

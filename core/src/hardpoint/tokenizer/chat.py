@@ -6,6 +6,7 @@ A template comes with a checkpoint, from anybody: it sees plain JSON values only
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +27,8 @@ Message = Mapping[str, Any]
 _CONTINUE = "HARDPOINT_CONTINUES_HERE "
 """Stands at the end of the final message while it is rendered; templates that strip contents strip its blank."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_ASKS_FOR_NONE = re.compile(r"\bcontent(?:['\"]\s*\])?\s+is\s+(?:not\s+)?none\b", re.IGNORECASE)
+"""In a template that expects no content of a call to be null, as DeepSeek's do; for others it is not there at all."""
 
 
 class ChatTemplate:
@@ -113,7 +116,16 @@ class ChatTemplate:
             "tools": _plain(tools),
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._run(name, lambda compiled: compiled.render(values))
+        if _ASKS_FOR_NONE.search(self._templates[name]):
+            chat[:] = [{**m, "content": m.get("content") or None} if m.get("tool_calls") else m for m in chat]
+        try:
+            text = self._run(name, lambda compiled: compiled.render(values))
+        except RequestError as error:
+            written = _with_written_arguments(chat)
+            if not isinstance(error.__cause__, TypeError) or written == chat:
+                raise
+            values["messages"] = written  # some templates, DeepSeek's among them, add arguments to texts
+            text = self._run(name, lambda compiled: compiled.render(values))
         return _cut_at_mark(text, final) if continue_final_message else text
 
     def _choose(self, name: str | None, with_tools: bool) -> str:
@@ -145,6 +157,23 @@ class ChatTemplate:
             raise RequestError(
                 f"the model's chat template fails on these messages: {type(error).__name__}: {error}"
             ) from error
+
+
+def _with_written_arguments(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """``chat`` with the arguments of calls as the text of JSON, in which models write them and clients send them."""
+
+    def written(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping | list):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [
+        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else dict(message)
+        for message in chat
+    ]
 
 
 def _named(entries: object, file: Path) -> dict[str, str]:
