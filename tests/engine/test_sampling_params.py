@@ -429,3 +429,58 @@ def test_a_tokenizer_larger_than_the_model_is_told_by_name(llm: LLM) -> None:
 def test_numbers_of_other_libraries_are_numbers(llm: LLM) -> None:
     params = greedy(max_tokens=np.int64(3), presence_penalty=np.float32(0.5), logit_bias={np.int64(4): np.float64(1.0)})
     assert len(tokens_of(llm, [[1, 2]], params)[0]) == 3
+
+
+def test_masked_tokens_stay_masked_at_the_ends_of_ranges(llm: LLM) -> None:
+    """Where float32 would overflow, or make NaN of what is forbidden."""
+    allowed = [64, 65, 5, 6]
+    for extreme in (
+        {"repetition_penalty": 1e-3, "temperature": 1.0},
+        {"repetition_penalty": 1e3},
+        {"temperature": 1e-40},
+        {"logit_bias": {64: 1e6, 7: 1e6}, "temperature": 0.5},
+        {"logit_bias": {64: -1e6}, "repetition_penalty": 3.0},
+    ):
+        (found,) = tokens_of(llm, [[1, 2, 3]], greedy(allowed_token_ids=allowed, **extreme))
+        assert set(found) <= set(allowed), extreme
+    assert greedy(temperature=1e-6).is_greedy
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1e-60},
+        {"repetition_penalty": 3e38},
+        {"logit_bias": {1: 3e38}},
+        {"stop_token_ids": np.array([1, 2])},
+        {"allowed_token_ids": np.array([1, 2])},
+    ],
+    ids=str,
+)
+def test_numbers_beyond_the_ranges(settings: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"{next(iter(settings))} must be"):
+        greedy(**settings)
+
+
+def test_a_salt_that_cannot_be_hashed_is_its_own_requests_error(llm: LLM) -> None:
+    prompts: Any = [{"prompt_token_ids": [1, 2], "cache_salt": "\ud800"}]
+    with pytest.raises(RequestError, match=r"cache_salt must be a text that UTF-8 can hold, got '\\ud800'"):
+        llm.generate(prompts, greedy())
+    assert len(tokens_of(llm, [[1, 2]], greedy())[0]) == 24
+
+
+def test_an_interrupt_leaves_no_completion_queued(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, real, calls = llm.client, llm.client.add_request, list[int]()
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "add_request", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2]], greedy(n=4, temperature=1.0))
+    assert core.stats.num_waiting == core.stats.num_running == 0
+    assert len(tokens_of(llm, [[1, 2]], greedy())[0]) == 24

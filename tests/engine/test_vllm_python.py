@@ -51,6 +51,30 @@ def test_beam_search_finds_what_transformers_finds(llm: LLM, checkpoint: tuple[P
         torch.testing.assert_close(scores, wanted.sequences_scores, atol=1e-4, rtol=1e-4)
 
 
+def test_beams_end_where_sequences_do(llm: LLM) -> None:
+    """As outputs of ``generate`` do; a shorter prompt's beams go on."""
+    longest = llm.client.facts.max_model_len
+    prompts: Any = [random_prompts(1, longest - 3, shortest=longest - 4)[0], [1, 2]]
+    full, short = llm.beam_search(prompts, BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True))
+    assert [len(beam.tokens) for beam in full.sequences] == [longest] * 2
+    assert [len(beam.tokens) for beam in short.sequences] == [8] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length_penalty": float("nan")}, "length_penalty must be a number from -100 to 100, got nan"),
+        ({"length_penalty": 1e6}, "length_penalty must be a number from -100 to 100"),
+        ({"length_penalty": "x"}, "length_penalty must be a number from -100 to 100, got 'x'"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+        ({"beam_width": 200}, "beam_width must be at most 129, half of the vocabulary, got 200"),
+    ],
+)
+def test_beams_that_cannot_be(llm: LLM, options: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.beam_search([[1, 2]], BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **options}))
+
+
 def test_beams_end_with_the_end_token(llm: LLM) -> None:
     ended = [
         beam

@@ -152,6 +152,8 @@ BROKEN = [
         "@hookimpl\ndef hardpoint_engine_halting(engine): ...\n",
     ),
     plugin("configure_raises", hooks=HOOK + "def hardpoint_configure(config): raise KeyError('tile')\n"),
+    plugin("configure_exits", hooks=HOOK + "def hardpoint_configure(config): raise SystemExit(0)\n"),
+    plugin("a_started_exits", hooks=HOOK + "def hardpoint_engine_started(): raise SystemExit(0)\n"),
     plugin("configure_answers", hooks=HOOK + "def hardpoint_configure(): return {'seed': 1}\n"),
     plugin("a_started_raises", hooks=HOOK + "def hardpoint_engine_started(): raise RuntimeError('boom')\n"),
     plugin(

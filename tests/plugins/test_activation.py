@@ -100,6 +100,7 @@ def test_a_hook_may_take_fewer_arguments(installed: Installer) -> None:
     ("name", "fact"),
     [
         ("configure_raises", "hardpoint_configure raised KeyError: 'tile'"),
+        ("configure_exits", "hardpoint_configure raised SystemExit: 0"),
         ("configure_answers", "list of ConfigChange"),
     ],
 )
@@ -111,16 +112,19 @@ def test_a_failing_configure_names_its_plugin(installed: Installer, name: str, f
         plugins.configure({}, DEVICE)
 
 
-def test_a_failing_lifecycle_hook_stops_nobody(installed: Installer, caplog: pytest.LogCaptureFixture) -> None:
-    installed("a_started_raises", "listener")
+@pytest.mark.parametrize("name", ["a_started_raises", "a_started_exits"])
+def test_a_failing_lifecycle_hook_stops_nobody(
+    installed: Installer, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    installed(name, "listener")
     plugins = discover()
     plugins.activate("listener")
-    plugins.activate("a_started_raises")
+    plugins.activate(name)
     plugins.engine_started(ENGINE)
     plugins.engine_stopping(ENGINE)
     assert sys.modules["hp_listener.plugin"].heard == ["demo", "stopping"]
     (report,) = caplog.records
-    assert "plugin a_started_raises: hardpoint_engine_started raised" in report.message
+    assert f"plugin {name}: hardpoint_engine_started raised" in report.message
     assert report.exc_info is not None
 
 

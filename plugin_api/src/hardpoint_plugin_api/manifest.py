@@ -178,7 +178,12 @@ def read_manifest(path: Path) -> Manifest:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(f"{path}: cannot be read: {error}") from error
-    return parse_manifest(text, str(path))
+    try:
+        return parse_manifest(text, str(path))
+    except ManifestError:
+        raise
+    except (OverflowError, RecursionError, ValueError) as error:  # numbers that are too large, or too deep nesting
+        raise ManifestError(f"{path}: cannot be read: {error}") from error
 
 
 def parse_manifest(text: str, source: str) -> Manifest:

@@ -215,7 +215,7 @@ def read_certificate(path: Path) -> Certificate:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
         raise ConfigError(f"certificate {path}: is no certificate: {where}: {first['msg']}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"certificate {path}: is no certificate: {error}") from error
 
 

@@ -11,6 +11,9 @@ from hardpoint.engine.frontend.prompts import Prompt, TokenizedPrompt
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint_plugin_api import RequestError
 
+_MOST = 100.0
+"""The largest length penalty: powers of long sequences stay numbers."""
+
 if TYPE_CHECKING:
     from hardpoint.engine.llm import LLM
 
@@ -35,6 +38,11 @@ class BeamSearchParams:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(f"{name} must be at least 1, got {value!r}")
+        penalty = self.length_penalty
+        if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not -_MOST <= penalty <= _MOST:
+            raise RequestError(f"length_penalty must be a number from {-_MOST:g} to {_MOST:g}, got {penalty!r:.80}")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r:.80}")
 
     def score(self, beam: BeamSearchSequence) -> float:
         """The score of a sequence, by which the best are returned."""
@@ -66,11 +74,22 @@ def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -
     """
     tokenizer = llm.tokenizer
     ends = llm.eos_token_ids
+    most = llm.client.facts.vocab_size // 2
+    if params.beam_width > most:
+        raise RequestError(f"beam_width must be at most {most}, half of the vocabulary, got {params.beam_width}")
     one = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * params.beam_width, ignore_eos=True)
     prompt_ids = [TokenizedPrompt.read(prompt, tokenizer).token_ids for prompt in prompts]
     beams = [[BeamSearchSequence(ids)] for ids in prompt_ids]
     ended: list[list[BeamSearchSequence]] = [[] for _ in prompts]
+    full: list[list[BeamSearchSequence]] = [[] for _ in prompts]  # as long as any sequence may be
     for _ in range(params.max_tokens):
+        for number, each in enumerate(beams):
+            if (
+                each
+                and len(each[0].tokens) > len(prompt_ids[number])
+                and len(each[0].tokens) >= llm.client.facts.max_model_len
+            ):
+                full[number], beams[number] = each, []
         flat = [beam for each in beams for beam in each]
         if not flat:
             break
@@ -88,8 +107,8 @@ def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -
             beams[number] = going_on[: params.beam_width]
 
     found = []
-    for ids, going_on, over in zip(prompt_ids, beams, ended, strict=True):
-        best = sorted([*over, *going_on], key=params.score, reverse=True)[: params.beam_width]
+    for ids, going_on, long, over in zip(prompt_ids, beams, full, ended, strict=True):
+        best = sorted([*over, *long, *going_on], key=params.score, reverse=True)[: params.beam_width]
         found.append(BeamSearchOutput([_with_text(beam, tokenizer.decode(beam.tokens[len(ids) :])) for beam in best]))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,9 @@ def wake_up(verb: WakeUp, core: EngineCore) -> frozenset[MemoryTag]:
 def update_weights(verb: UpdateWeights, core: EngineCore) -> frozenset[MemoryTag]:
     """Check a folder on every rank before any of them changes."""
     core.check_idle("given other weights")
+    if not isinstance(verb.source, str | Iterable) or isinstance(verb.source, Mapping):
+        kind = type(verb.source).__name__
+        raise ConfigError(f"weights are the path of a folder, or pairs of a name and a tensor, got {kind}")
     if isinstance(verb.source, str):
         core.executor.control(CheckWeights(verb.source))
     elif not isinstance(core.executor, InProcessExecutor):

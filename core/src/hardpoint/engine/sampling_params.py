@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set, ValuesView
 from dataclasses import InitVar, dataclass
 from itertools import chain
 from numbers import Integral, Real
@@ -23,8 +23,8 @@ from hardpoint_plugin_api import RequestError, StructuredOutput
 class SamplingParams:
     """The sampling parameters of a request. Names, defaults and ranges are vLLM's.
 
-    ``n``: the number of completions per prompt. ``temperature`` 0 is greedy. ``top_k`` 0 (or -1), ``top_p`` 1 and
-    ``min_p`` 0 switch each truncation off. ``seed`` makes a request repeatable, whatever else is in the batch; None:
+    ``n``: the number of completions per prompt. ``temperature`` 0, or below 1e-5, is greedy. ``top_k`` 0 (or -1),
+    ``top_p`` 1 and ``min_p`` 0 switch each truncation off. ``seed`` makes a request repeatable, whatever else is in the batch; None:
     the engine chooses one.
 
     ``repetition_penalty`` above 1 makes tokens of prompt and output less likely. ``presence_penalty`` and
@@ -141,7 +141,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """True where the likeliest token is always taken."""
-        return self.temperature == 0
+        return self.temperature < _LEAST_TEMPERATURE
 
 
 def derived_seed(seed: int, index: int) -> int:
@@ -156,7 +156,11 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 Check = Callable[[Any], bool]
+_LEAST_TEMPERATURE = 1e-5
+"""Below it the likeliest token is taken, as vLLM does: quotients of float32 overflow."""
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+_MOST_BIAS = 1e6
+"""Far beyond any logit, and far from where sums and quotients of float32 overflow: masked tokens must stay masked."""
 
 
 def _is_a(value: object, kind: type) -> bool:
@@ -182,7 +186,8 @@ def _optional(check: Check) -> Check:
 
 
 def _all(check: Check) -> Check:
-    return lambda values: isinstance(values, Collection) and not isinstance(values, str) and all(map(check, values))
+    kinds = Sequence, Set, Mapping, ValuesView  # no array of numpy, which has no truth value
+    return lambda values: isinstance(values, kinds) and not isinstance(values, str) and all(map(check, values))
 
 
 def _is_bool(value: Any) -> bool:
@@ -194,7 +199,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_bias(value: Any) -> bool:
-    return isinstance(value, Mapping) and _all(_integer(0))(value) and _all(_number(-_FLOAT32_MAX))(value.values())
+    bound = _number(-_MOST_BIAS, _MOST_BIAS)
+    return isinstance(value, Mapping) and _all(_integer(0))(value) and _all(bound)(value.values())
 
 
 _VALID: dict[str, tuple[Check, str]] = {
@@ -205,20 +211,23 @@ _VALID: dict[str, tuple[Check, str]] = {
     "min_p": (_number(0, 1), "from 0 to 1"),
     "seed": (_optional(_integer(0, 2**63 - 1)), "from 0 to 2**63 - 1, or None"),
     "stop": (_optional(lambda value: _is_text(value) or _all(_is_text)(value)), "texts that are not empty"),
-    "stop_token_ids": (_optional(_all(_integer(0))), "token ids, or None"),
+    "stop_token_ids": (_optional(_all(_integer(0))), "token ids in a list, tuple or set, or None"),
     "max_tokens": (_optional(_integer(1)), "at least 1, or None"),
     "ignore_eos": (_is_bool, "True or False"),
     "skip_special_tokens": (_is_bool, "True or False"),
     "include_stop_str_in_output": (_is_bool, "True or False"),
-    "repetition_penalty": (_above_zero(), "above 0 (1 is off)"),
+    "repetition_penalty": (_number(1e-3, 1e3), "from 0.001 to 1000 (1 is off)"),
     "presence_penalty": (_number(-2, 2), "from -2 to 2"),
     "frequency_penalty": (_number(-2, 2), "from -2 to 2"),
-    "logit_bias": (_optional(_is_bias), "a mapping of token ids to finite numbers, or None"),
+    "logit_bias": (_optional(_is_bias), "a mapping of token ids to numbers from -1e6 to 1e6, or None"),
     "bad_words": (
         _optional(_all(lambda word: _is_text(word) and word.strip(" "))),
         "texts that are not blank, or None",
     ),
-    "allowed_token_ids": (_optional(lambda ids: _all(_integer(0))(ids) and len(ids) > 0), "some token ids, or None"),
+    "allowed_token_ids": (
+        _optional(lambda ids: _all(_integer(0))(ids) and len(ids) > 0),
+        "some token ids in a list, tuple or set, or None",
+    ),
     "min_tokens": (_integer(0, 2**31 - 1), "from 0 to 2**31 - 1"),
     "logprobs": (_optional(_integer(-1)), "0 or more, -1 for all, or None"),
     "prompt_logprobs": (_optional(_integer(-1)), "0 or more, -1 for all, or None"),

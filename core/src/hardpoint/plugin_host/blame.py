@@ -31,7 +31,7 @@ def blame(offer: Offer) -> Iterator[None]:
         yield
     except HardpointError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             error.add_note(f"Raised in plugin {offer.plugin}: {offer.contribution}.")
             raise

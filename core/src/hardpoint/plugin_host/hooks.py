@@ -42,13 +42,13 @@ class Hooks:
         for plugin in plugins:
             try:
                 answers = self._call(plugin, "hardpoint_configure", config=config, device=device)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise PluginLoadError(
                     f"plugin {plugin}: hardpoint_configure raised {type(error).__name__}: {error}; "
                     "leave the plugin out with --plugins, or report this to its author"
                 ) from error
             for answer in answers:
-                if not isinstance(answer, list) or not all(isinstance(change, ConfigChange) for change in answer):
+                if not isinstance(answer, list) or not all(map(_is_change, answer)):
                     raise PluginLoadError(
                         f"plugin {plugin}: hardpoint_configure must return a list of ConfigChange, got {answer!r}"
                     )
@@ -59,7 +59,7 @@ class Hooks:
         """Return the conformance generators of one plugin; raises PluginLoadError where its hook raises."""
         try:
             answers = self._call(plugin, "hardpoint_conformance")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             message = f"plugin {plugin}: hardpoint_conformance raised {type(error).__name__}: {error}"
             raise PluginLoadError(message) from error
         return [each for answer in answers for each in (answer if isinstance(answer, list) else [answer])]
@@ -69,7 +69,7 @@ class Hooks:
         for plugin in plugins:
             try:
                 self._call(plugin, hook, engine=engine)
-            except Exception:
+            except (Exception, SystemExit):
                 logger.exception("plugin %s: %s raised; going on without it", plugin, hook)
 
     def _call(self, plugin: str, hook: str, **arguments: object) -> list[object]:
@@ -114,3 +114,7 @@ def _wrong_parameters(name: str, function: object, offered: list[str]) -> Iterat
         )
     if special:
         yield f"{name}: {', '.join(special)} would never be passed; write it as a plain parameter without a default"
+
+
+def _is_change(answer: object) -> bool:
+    return isinstance(answer, ConfigChange) and isinstance(answer.key, str)

@@ -114,7 +114,7 @@ class LockFile:
         except (OSError, UnicodeDecodeError) as error:
             hint = f"; write it with: {_relock(path)}" if isinstance(error, FileNotFoundError) else ""
             raise ConfigError(f"lock file {path} cannot be read: {error}{hint}") from error
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also of numbers that are too long, and of deep nesting
             raise ConfigError(f"lock file {path} is not valid TOML: {error}; write it anew: {_relock(path)}") from error
         if data.get("schema") != SCHEMA:
             raise ConfigError(

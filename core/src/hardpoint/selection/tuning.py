@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,7 +126,7 @@ class TuningFile:
         where = f"{flag} {path}"
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             why = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
             raise ConfigError(f"{where}: the tuning file cannot be read: {why}; hardpoint tune writes one") from error
         if not isinstance(data, dict) or data.get("schema") != 1 or not isinstance(data.get("winners"), list):
@@ -220,12 +222,22 @@ def _parse(entry: object, where: str) -> tuple[Key, Verdict]:
     for key, table in (("versions", versions), ("context", context)):
         if not _is_table(table, str):
             raise ConfigError(f"{where}: {key} must be texts by name, got {table!r}")
+    if "" in versions:
+        raise ConfigError(f"{where}: versions must be texts by the name of a package, got {versions!r:.200}")
     if not isinstance(measured, dict) or not all(
-        n.isdecimal() and _is_table(times, int | float) for n, times in measured.items()
+        _MEASURED_TOKENS.fullmatch(n) and _is_table(times, int | float) and all(map(_is_time, times.values()))
+        for n, times in measured.items()
     ):
-        raise ConfigError(f"{where}: measured must be microseconds by candidate, by tokens, got {measured!r}")
+        raise ConfigError(f"{where}: measured must be microseconds by candidate, by tokens, got {measured!r:.200}")
     by_tokens = {int(n): {c: float(t) for c, t in times.items()} for n, times in measured.items()}
     return (device, family, of, workload), Verdict(name, tokens, by_tokens, versions, context)
+
+
+_MEASURED_TOKENS = re.compile(r"[1-9]\d{0,11}", re.ASCII)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _is_table(value: object, kind: Any) -> bool:

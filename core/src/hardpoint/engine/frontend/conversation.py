@@ -60,7 +60,12 @@ class Conversation:
         self._completions: dict[RequestProgress, _Completion] = {}
         for index in range(params.n):
             own = params.of_completion(index, seed)
-            request = core.add_request(prompt.token_ids, own, eos_token_ids, bad_words=bad_words, **options)
+            try:
+                request = core.add_request(prompt.token_ids, own, eos_token_ids, bad_words=bad_words, **options)
+            except BaseException:  # an interrupt, too
+                for queued in self._completions:
+                    core.abort(queued)
+                raise
             output = CompletionOutput(index, "", [], logprobs=None if params.logprobs is None else [])
             detokenizer = Detokenizer(
                 tokenizer,

@@ -107,7 +107,7 @@ class Admission:
             most,
             priority=priority,
             deadline=None if timeout is None else time.monotonic() + timeout,
-            cache_salt=options.get("cache_salt", ""),
+            cache_salt=_checked_salt(options.get("cache_salt", "")),
             bad_words=words,
             prompt_array=prompt_array,
             adapter_name=adapter,
@@ -151,3 +151,13 @@ def _check_options(timeout: object, priority: object) -> None:
         raise RequestError(f"timeout must be seconds, 0 or more, or None, got {timeout!r:.80}")
     if not isinstance(priority, Integral):
         raise RequestError(f"priority must be a whole number, got {priority!r:.80}")
+
+
+def _checked_salt(salt: object) -> str:
+    """The salt of a request's cached prefix. Raises RequestError for what cannot be hashed."""
+    try:
+        if isinstance(salt, str) and salt.encode() is not None:
+            return salt
+    except UnicodeEncodeError:
+        pass
+    raise RequestError(f"cache_salt must be a text that UTF-8 can hold, got {salt!a:.80}")

@@ -87,7 +87,7 @@ class Request(RequestProgress):
         """Its parameters as the runner takes them: numbers of other libraries become plain ones."""
         asked, p = self.asked, self.asked.params
         return SlotSampling(
-            temperature=float(p.temperature),
+            temperature=0.0 if p.is_greedy else float(p.temperature),
             top_k=max(0, int(p.top_k)),
             top_p=float(p.top_p),
             min_p=float(p.min_p),
