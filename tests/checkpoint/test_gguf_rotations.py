@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "pad_token_id": 0,
 }
-"""Those of the fixtures."""
+"""The sizes of the fixtures."""
 
 
 def rewritten(name: str, file: Path, metadata: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> None:

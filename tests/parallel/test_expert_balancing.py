@@ -32,7 +32,7 @@ class Loads:
 
 
 class Balanced:
-    """What a rank says of a layer."""
+    """The answer of a rank for a layer."""
 
     before = after = 1.0
     nbytes = num_moved = 0

@@ -10,7 +10,7 @@ from hardpoint.conformance.certificate import read_certificate
 from hardpoint.plugin_host.lock import LockFile
 from hardpoint.selection.tuning import TuningFile
 from hardpoint_plugin_api import ConfigError, ManifestError
-from hardpoint_plugin_api.manifest import read_manifest
+from hardpoint_plugin_api.manifest import parse_manifest, read_manifest
 
 NESTED = "[" * 100_000
 DIGITS = "9" * 5_000
@@ -66,3 +66,21 @@ def test_manifests(tmp_path: Path, line: str) -> None:
     file.write_text(line)
     with pytest.raises(ManifestError, match=r"hardpoint\.toml"):
         read_manifest(file)
+
+
+def test_a_place_is_taken_in_every_step_or_none() -> None:
+    """Else nothing, or a reference, would serve the steps that the replacing one leaves out."""
+    text = """schema = 1
+api = "0.2"
+[plugin]
+name = "acme"
+[[contribution]]
+family = "linear"
+name = "small"
+target = "acme:Small"
+replaces = "torch"
+requires = [{ tokens = { max = 8 } }]
+"""
+    with pytest.raises(ManifestError, match=r"'replaces' takes another's place in steps of every size, and 'tokens'"):
+        parse_manifest(text, "here")
+    assert parse_manifest(text.replace('replaces = "torch"', "priority = 9"), "here").contributions

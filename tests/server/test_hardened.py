@@ -57,7 +57,7 @@ def test_a_circle_of_kept_responses_ends() -> None:
 
 
 def test_large_requests_take_time_in_proportion() -> None:
-    """What took time in proportion to the square would not end within this test's: hours, for these sizes."""
+    """In proportion to the square, these sizes would take hours."""
     assert json.loads(guided({"pattern": "[" * 2_000_000}))["pattern"]
     assert "pattern" not in json.loads(guided({"pattern": r"[a(?=]\1"}))
     assert "pattern" in json.loads(guided({"pattern": r"[(?=\1]"}))

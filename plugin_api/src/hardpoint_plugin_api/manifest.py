@@ -77,7 +77,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "priority there, such as for some numbers of tokens or architectures.",
         "summary": "One line for listings.",
         "requires": "List of requirements, each a table with one key.",
-        "replaces": "The name of a contribution, of the same family and of, whose place it takes.",
+        "replaces": "The name of a contribution, of the same family and of, whose place it takes. Not beside tokens.",
         "form": "Of an op: functional (default), out or factory.",
         "layout": 'The cache or weight layout that it works on; "plain" by default.',
     },
@@ -383,6 +383,12 @@ def _contribution(table: _Table) -> Contribution:
     form = table.text("form", "functional")
     if form not in get_args(Form):
         raise table.fail(f"form {form!r} is not one of {', '.join(get_args(Form))}")
+    requires = _requirements(table, family, of)
+    if "replaces" in table.data and any(isinstance(each, TokensRequirement) for each in requires):
+        raise table.fail(
+            "'replaces' takes another's place in steps of every size, and 'tokens' leaves some out; "
+            "leave out 'replaces', and give a higher priority"
+        )
     return Contribution(
         family=family.name,
         name=table.name("name"),
@@ -391,7 +397,7 @@ def _contribution(table: _Table) -> Contribution:
         platforms=table.texts("platforms"),
         priority=table.number("priority", 0),
         summary=table.text("summary", ""),
-        requires=_requirements(table, family, of),
+        requires=requires,
         replaces=table.text("replaces") if "replaces" in table.data else None,
         form=form,  # type: ignore[arg-type]  # narrowed by the check above
         layout=table.text("layout", "plain"),

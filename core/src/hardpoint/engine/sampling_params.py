@@ -24,8 +24,8 @@ class SamplingParams:
     """The sampling parameters of a request. Names, defaults and ranges are vLLM's.
 
     ``n``: the number of completions per prompt. ``temperature`` 0, or below 1e-5, is greedy. ``top_k`` 0 (or -1),
-    ``top_p`` 1 and ``min_p`` 0 switch each truncation off. ``seed`` makes a request repeatable, whatever else is in the batch; None:
-    the engine chooses one.
+    ``top_p`` 1 and ``min_p`` 0 switch each truncation off. ``seed`` makes a request repeatable, whatever else is in the
+    batch; None: the engine chooses one.
 
     ``repetition_penalty`` above 1 makes tokens of prompt and output less likely. ``presence_penalty`` and
     ``frequency_penalty`` above 0 do so for tokens of the output, once and by their count (ops/apply_penalties.py has
