@@ -242,12 +242,14 @@ def test_a_kernel_that_packs_all_experts_at_once(mixture: tuple[Path, PreTrained
                 layer.check()
 
 
-def test_a_model_without_experts() -> None:
+def test_a_model_without_experts(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        pytest.raises(ConfigError, match="--enable-eplb: demo has no mixture of experts; leave it out"),
+        pytest.raises(ConfigError, match="--enable-eplb, --enable-expert-parallel: demo has no mixture of experts; le"),
         ranks_in_threads("demo", 2, enable_eplb=True, enable_expert_parallel=True),
     ):
         pass
+    with ranks_in_threads("demo", 2, enable_expert_parallel=True):
+        assert "--enable-expert-parallel has no effect: demo has no mixture of experts" in caplog.text
 
 
 @pytest.mark.parametrize(
