@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint.engine.execution.sampling.logits_state import LogitsState, SlotSets
+from hardpoint.engine.execution.sampling.logits_state import LogitsState, SlotSets, TokenBias
 from hardpoint.engine.execution.sampling.sampler import Sampled, Sampler, SamplingOps
 from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest, SlotSampling
 from hardpoint.ops.apply_logit_bias import apply_logit_bias
@@ -217,3 +217,13 @@ def test_longer_bad_words_beside_it_leave_a_slots_memory_alone() -> None:
     lives[0].output.append(1)
     take_slot(sampler, 1, Life([0], [], replace(GREEDY, bad_words=((3, 3, 3, 3, 3),) * 9)))
     assert sample(sampler, likes_2, lives).tokens.tolist() != [2]
+
+
+def test_rules_that_wait_for_nothing_take_no_room_for_tokens() -> None:
+    """One request's long bad word beside another's many biases: memory is no product of both."""
+    part = TokenBias(apply_logit_bias.reference, 8, 1000, torch.device("cpu"))
+    word, biases = tuple(range(200)), tuple((token, 1.0) for token in range(250))
+    for slot, sampling in enumerate([replace(GREEDY, bad_words=(word,)), replace(GREEDY, logit_bias=biases)]):
+        part.set_slot(NewRequest(slot, (1,), sampling, num_prompt_tokens=1))
+    assert part._tokens.shape == (8, 256)
+    assert part._behind.shape == (8, 1, 199)

@@ -142,7 +142,8 @@ class _Rule(NamedTuple):
 class TokenBias:
     """Bias, ends that come too early, and bad words: K rules for each slot, padded with rules that add nothing.
 
-    Rules and the newest tokens of each output are held newest first, so that all arrays grow at their ends.
+    The first P of them may wait for tokens before theirs, at most L. Such tokens and the newest ones of each output are
+    held newest first, so that all arrays grow at their ends.
     """
 
     def __init__(self, op: Op, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -154,28 +155,30 @@ class TokenBias:
         self._recent = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
 
     def set_slot(self, new: NewRequest) -> None:
-        rules = self._rules(new)
+        rules = sorted(self._rules(new), key=lambda rule: not rule.behind)
         if self.until.pop(new.slot, None):
             self._values[new.slot].zero_()
         if not rules:
             return
         self.until[new.slot] = max(rule.until for rule in rules)
-        self._make_room(len(rules), max(len(rule.behind) for rule in rules))
-        num_rules, longest = self._behind.shape[1:]
-        rules += [_Rule(0, 0.0)] * (num_rules - len(rules))
-        behind = [(*rule.behind[::-1], *[_ANY] * (longest - len(rule.behind))) for rule in rules]
+        waiting = [rule.behind for rule in rules if rule.behind]
+        self._make_room(len(rules), len(waiting), max(map(len, waiting), default=0))
+        num_waiting, longest = self._behind.shape[1:]
+        rules += [_Rule(0, 0.0)] * (self._tokens.shape[1] - len(rules))
+        waiting += [()] * (num_waiting - len(waiting))
+        behind = [(*tokens[::-1], *[_ANY] * (longest - len(tokens))) for tokens in waiting]
         output = new.token_ids[new.num_prompt_tokens :][::-1][:longest]
         recent = (*output, *[_NONE] * (longest - len(output)))
         self._tokens[new.slot] = on_device([rule.token for rule in rules], torch.int64, self._device)
         self._values[new.slot] = on_device([rule.value for rule in rules], torch.float32, self._device)
         self._until[new.slot] = on_device([rule.until for rule in rules], torch.int64, self._device)
-        self._behind[new.slot] = on_device(behind, torch.int64, self._device)
+        self._behind[new.slot] = on_device(behind, torch.int64, self._device).view(num_waiting, longest)
         self._recent[new.slot] = on_device(recent, torch.int64, self._device)
 
     def apply(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         behind = self._behind[slots]
-        active = ((behind == _ANY) | (behind == self._recent[slots][:, None])).all(-1)
-        active &= positions[:, None] < self._until[slots]
+        active = positions[:, None] < self._until[slots]
+        active[:, : behind.shape[1]] &= ((behind == _ANY) | (behind == self._recent[slots][:, None])).all(-1)
         return self._op(logits, self._tokens[slots], torch.where(active, self._values[slots], 0.0))
 
     def record(self, slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None = None) -> None:
@@ -193,17 +196,24 @@ class TokenBias:
             rules += [_Rule(token, forbid, until) for token in sampling.stop_token_ids if token < self._vocab_size]
         return rules
 
-    def _make_room(self, num_rules: int, longest: int) -> None:
+    def _make_room(self, num_rules: int, num_waiting: int, longest: int) -> None:
         """Widen the arrays where they are too narrow; rules by doubling, since few requests have many."""
-        slots, old_rules, old_longest = self._behind.shape
+        (slots, old_rules), (_, old_waiting, old_longest) = self._tokens.shape, self._behind.shape
         if num_rules > old_rules:
-            num_rules = 1 << (num_rules - 1).bit_length()
-        num_rules, longest = max(num_rules, old_rules), max(longest, old_longest)
-        if (num_rules, longest) != (old_rules, old_longest):
-            self._tokens, self._until = (_widened(x, (slots, num_rules), 0) for x in (self._tokens, self._until))
-            self._values = _widened(self._values, (slots, num_rules), 0)
-            self._behind = _widened(self._behind, (slots, num_rules, longest), _ANY)
+            shape = slots, _power_of_two(num_rules)
+            self._tokens, self._until, self._values = (
+                _widened(x, shape, 0) for x in (self._tokens, self._until, self._values)
+            )
+        if num_waiting > old_waiting or longest > old_longest:
+            waiting = _power_of_two(num_waiting) if num_waiting > old_waiting else old_waiting
+            longest = max(longest, old_longest)
+            self._behind = _widened(self._behind, (slots, waiting, longest), _ANY)
             self._recent = _widened(self._recent, (slots, longest), _NONE)
+
+
+def _power_of_two(count: int) -> int:
+    """The next one from ``count``, 1 or more, on."""
+    return 1 << (count - 1).bit_length()
 
 
 class Penalties:
