@@ -87,7 +87,5 @@ def test_an_interrupt_while_a_process_starts_ends_it(monkeypatch: pytest.MonkeyP
 
 
 def test_a_rank_finds_at_once_that_the_folder_of_its_store_is_gone(tmp_path: Path) -> None:
-    began = time.monotonic()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError):  # torch raises another error, after 300 seconds
         file_store(str(tmp_path / "gone" / "store"))
-    assert time.monotonic() - began < 60  # torch alone tries for 300 seconds

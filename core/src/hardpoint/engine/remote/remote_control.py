@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -43,7 +44,7 @@ def check_travels(verb: Verb[object]) -> None:
         )
 
 
-class RemoteControl:
+class RemoteControl(ABC):
     """The CoreControl of a core behind a link. May be called from any thread; what the core raises is raised here."""
 
     _link: CallLink
@@ -56,9 +57,9 @@ class RemoteControl:
     """How the checkpoint's own weights were replaced."""
 
     @property
+    @abstractmethod
     def _answer_seconds(self) -> float:
         """How long a core may answer nobody while a call is under way; then it hangs, and is given up."""
-        raise NotImplementedError
 
     def control(self, verb: Verb[R]) -> R:
         """Run a verb in the core; see CoreControl."""
